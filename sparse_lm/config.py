@@ -1,7 +1,7 @@
 """The typed config of a language-model run: one dataclass a concern, one home for every default, one validation.
 
 The classes are not frozen because flags set their fields; `LmConfig.validate` runs once, after parsing. Annotations
-stay plain (`int`, `str | None`, ...): `experiments/flags.py` reads them.
+stay plain (`int`, `str | None`, ...): `sparse_lm/flags.py` reads them.
 """
 
 import dataclasses
