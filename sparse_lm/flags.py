@@ -1,0 +1,269 @@
+"""Entry points: `--config=configs/lm/tiny.py --config.model.num_layers=4 --workdir=...`, and errors of one line.
+
+ml_collections' config_flags reads the config file. Its overrides are not used, because (in 1.1.0) they turn None into
+the text "None", cannot set a number back to None, take 2.5 for an integer in a tuple, and answer a misspelt name with a
+traceback. Instead every field of the config becomes an absl flag, typed by its annotation: absl then gives us
+`--name=value` and `--name value`, `--noname` for true or false, "the last one wins", and `--help`.
+"""
+
+import contextlib
+import difflib
+import errno
+import inspect
+import io
+import pathlib
+import sys
+import tokenize
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from absl import app, flags
+from ml_collections import config_flags
+
+from sparse_lm import config_io
+from sparse_lm.errors import EXIT_SAVE_FAILED, EXIT_USER_ERROR, UserError
+
+EXIT_INTERRUPTED = 130  # what a shell reports of a program that Ctrl-C ended
+_NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Config(Protocol):
+  """A dataclass that a config file may return."""
+
+  def validate(self) -> None:
+    """Raises UserError for values that do not fit together."""
+
+
+def run(main: Callable[[list[str]], int | None]) -> None:
+  """Runs `main(argv)` under absl and exits with what it returns; what the user can mend is said in one line."""
+  _run(main, _parse_flags)
+
+
+def run_with_config[ConfigT: Config](
+  main: Callable[[ConfigT], int | None], config_class: type[ConfigT], default: str | None = None
+) -> None:
+  """As `run`, but calls `main(config)` with the validated config of the command line.
+
+  Args:
+    main: its flags other than the config's are ordinary absl flags.
+    config_class: what `get_config()` of a config file returns; its `validate()` raises UserError.
+    default: the config file where none is given; with None, `--config` is obligatory.
+  """
+  parsed: list[ConfigT] = []
+
+  def parse(argv: list[str]) -> list[str]:
+    parsed.append(parse_config(argv, config_class, default))
+    return argv[:1]
+
+  _run(lambda argv: main(parsed[-1]), parse)
+
+
+def parse_config[ConfigT: Config](
+  argv: list[str], config_class: type[ConfigT], default: str | None = None, flag_values: flags.FlagValues = flags.FLAGS
+) -> ConfigT:
+  """Defines the config's flags, parses all flags, and returns the validated config. argv[0] is the program."""
+  path = _config_argument(argv, default)
+  config = config_class() if path is None else load_config(path, config_class)
+  # The file is read by now; this flag stands for it in `--help`.
+  program = sys.argv[0]
+  flags.DEFINE_string("config", default, "config file, see configs/", flag_values, module_name=program)
+  fields = {f"config.{field.name}": field for field in config_io.fields(config)}
+  comments = _comments(config)
+  for name, field in fields.items():
+    flags.DEFINE_flag(_field_flag(name, field, comments.get(field.name)), flag_values, program)
+
+  positional = _parse_flags(argv, flag_values)[1:]
+  if positional:
+    raise UserError(f"{positional[0]!r} is not a flag; write --name=value, and true or false without a space")
+  if path is None:
+    raise UserError("--config is missing; name a config file, such as --config=configs/lm/tiny.py")
+  for name, field in fields.items():
+    if not flag_values[name].using_default_value:
+      setattr(field.section, field.last, flag_values[name].value)
+  config.validate()
+  return config
+
+
+def load_config[ConfigT: Config](path: str, config_class: type[ConfigT]) -> ConfigT:
+  """Returns what `get_config()` of a Python file returns, not validated yet; `file.py:text` calls `get_config("text")`.
+
+  Raises:
+    UserError: if there is no such file, it fails, or it returns something else than a well-typed `config_class`.
+  """
+  filename = path.partition(":")[0]
+  if not pathlib.Path(filename).is_file():
+    raise UserError(f"--config={path}: {_why_no_file(pathlib.Path(filename))}")
+  reader = flags.FlagValues()
+  config_flags.DEFINE_config_file("config", flag_values=reader, sys_argv=[])
+  try:
+    with _without_bytecode():
+      reader(["", f"--config={path}"])
+    config = reader.config
+    getattr(config, "validate", None)  # ml_collections keeps an OSError to itself until someone looks at the config
+  except Exception as error:  # a config file is a program and can fail in any way
+    raise UserError(f"--config={path}: {_failure_of_config_file(error, filename)}") from error
+  if not isinstance(config, config_class):
+    raise UserError(
+      f"--config={path}: get_config() returned {type(config).__name__}, this program needs {config_class.__name__}"
+    )
+  config_io.check_types(config)
+  return config
+
+
+def _run(main: Callable[[list[str]], int | None], parse: Callable[[list[str]], list[str]]) -> None:
+  def main_in_tree_mode(argv: list[str]) -> int | None:
+    from flax import nnx  # seconds to import: a wrong flag is reported before
+
+    nnx.set_graph_mode(False)
+    nnx.set_graph_updates(False)
+    return main(argv)
+
+  with _errors_in_one_line():
+    app.run(main_in_tree_mode, flags_parser=parse)
+
+
+@contextlib.contextmanager
+def _errors_in_one_line() -> Iterator[None]:
+  try:
+    yield
+  except UserError as error:
+    _leave(str(error), error.exit_code)
+  except KeyboardInterrupt:
+    _leave("interrupted", EXIT_INTERRUPTED)
+  except OSError as error:
+    if error.errno not in _NOT_ALLOWED + _DISK_FULL:
+      raise
+    where = f": {error.filename}" if error.filename else ""
+    _leave(f"{error.strerror}{where}", EXIT_SAVE_FAILED if error.errno in _DISK_FULL else EXIT_USER_ERROR)
+
+
+def _leave(message: str, exit_code: int) -> None:
+  print("error:", " ".join(message.split("\n")), file=sys.stderr)
+  raise SystemExit(exit_code) from None
+
+
+def _parse_flags(argv: list[str], flag_values: flags.FlagValues = flags.FLAGS) -> list[str]:
+  """Returns the arguments that are no flags, argv[0] first."""
+  try:
+    return flag_values(argv)
+  except SystemExit:
+    raise SystemExit(0) from None  # --help was asked for and given; absl would leave with 1
+  except flags.UnrecognizedFlagError as error:
+    raise UserError(_unknown_flag(error.flagname, flag_values)) from None
+  except (flags.Error, ValueError) as error:
+    raise UserError(str(error)) from None
+
+
+def _config_argument(argv: list[str], default: str | None) -> str | None:
+  """Returns the last value of `--config`, in either spelling, wherever it stands."""
+  only_config = flags.FlagValues()
+  flags.DEFINE_string("config", default, "", only_config)
+  only_config.set_gnu_getopt()  # do not stop at the 4 of `--config.model.num_layers 4`
+  try:
+    only_config(argv, known_only=True)
+  except flags.Error as error:
+    raise UserError(str(error)) from None
+  return only_config.config
+
+
+class _FieldParser(flags.ArgumentParser):
+  """Reads the text of a flag as its field's annotation says; absl puts the flag's name and value before our error."""
+
+  def __init__(self, annotation: Any):
+    self.annotation = annotation
+
+  def parse(self, argument: str) -> Any:
+    if argument.startswith("--"):
+      raise ValueError("this looks like the next flag; is the value missing?")
+    try:
+      return _from_text(argument, self.annotation)
+    except TypeError as error:
+      raise ValueError(error) from None
+
+
+def _from_text(text: str, annotation: Any) -> Any:
+  item = config_io.tuple_item(annotation)
+  if item is not None and text.lower() != "none":
+    return tuple(_from_text(part.strip(), item) for part in text.strip("()").split(",") if part.strip())
+  for meaning in _meanings(text):
+    with contextlib.suppress(TypeError):
+      return config_io.convert(meaning, annotation)
+  raise TypeError(f"must be {config_io.describe(annotation)}")
+
+
+def _meanings(text: str) -> Iterator[Any]:
+  """Yields all that a text can mean, itself last; of these the annotation takes the first that it allows."""
+  words = {"none": None, "true": True, "false": False, "1": True, "0": False}  # 1 and 0 as in absl
+  if text.lower() in words:
+    yield words[text.lower()]
+  for number in (int, float):
+    with contextlib.suppress(ValueError):
+      yield number(text)
+  yield text
+
+
+def _field_flag(name: str, field: config_io.Field, comment: str | None) -> flags.Flag:
+  meaning = f"{inspect.formatannotation(field.annotation)} = {field.value!r}"
+  flag = flags.Flag(_FieldParser(field.annotation), None, name, None, f"{meaning}  # {comment}" if comment else meaning)
+  flag.boolean = field.annotation is bool
+  return flag
+
+
+def _comments(config: Any) -> dict[str, str]:
+  """Returns the trailing comment of each field, by dotted name; the source is the one place that explains them."""
+  comments = {}
+  for field in config_io.fields(config):
+    source = io.StringIO(inspect.getsource(type(field.section)))
+    for token in tokenize.generate_tokens(source.readline):
+      if token.type == tokenize.COMMENT and token.line.partition(":")[0].strip() == field.last:
+        comments[field.name] = token.string.lstrip("# ")
+  return comments
+
+
+def _unknown_flag(name: str, flag_values: flags.FlagValues) -> str:
+  known = [f"--{other}" for other in flag_values]
+  for section in (name, name.removeprefix("no")):
+    inside = [other for other in known if other.startswith(f"--{section}.")]
+    if inside:
+      return f"--{name} is a section; set its fields, such as {inside[0]}=..."
+  if name.startswith("noconfig.") and f"--{name[2:]}" in known:
+    return f"--{name}: only fields of type bool take --no; {name[2:]} is {flag_values[name[2:]].help}"
+  if name.startswith("config."):
+    return f"--{name} {config_io.unknown('--' + name, [other for other in known if other.startswith('--config.')])}"
+  nearest = config_io.nearest(f"--{name}", known)
+  return f"--{name} is no flag of this program; {f'did you mean {nearest}?' if nearest else '--help lists them'}"
+
+
+def _why_no_file(path: pathlib.Path) -> str:
+  if path.is_dir():
+    return "this is a folder, not a config file"
+  if not path.parent.is_dir():
+    return f"there is no folder {path.parent}"
+  nearest = difflib.get_close_matches(path.name, [other.name for other in path.parent.glob("*.py")], n=1)
+  return f"no such file; did you mean {path.with_name(nearest[0])}?" if nearest else "no such file"
+
+
+def _failure_of_config_file(error: Exception, filename: str) -> str:
+  """Says what went wrong in a config file, and in which of its lines."""
+  # ml_collections and absl raise TypeError and ValueError anew, each time with the former traceback as its text.
+  while isinstance(error, flags.Error | TypeError | ValueError | OSError) and isinstance(error.__context__, Exception):
+    error = error.__context__
+  if isinstance(error, AttributeError) and error.name == "get_config":
+    return "defines no get_config()"
+  lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == filename]
+  if isinstance(error, SyntaxError):
+    lines.append(error.lineno)
+  where = f"line {lines[-1]}: " if lines else ""
+  return f"{where}{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
+
+
+@contextlib.contextmanager
+def _without_bytecode() -> Iterator[None]:
+  """Python takes a cached file for current if size and second agree, and a config is edited faster than that."""
+  before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+  try:
+    yield
+  finally:
+    sys.dont_write_bytecode = before
