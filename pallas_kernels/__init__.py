@@ -1,0 +1,4 @@
+"""Sparse and jagged kernels for Hopper GPUs in JAX, with a plain jnp reference for each. Usable without sparse_lm."""
+
+from pallas_kernels import embedding as embedding
+from pallas_kernels import sharding as sharding

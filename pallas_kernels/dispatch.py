@@ -1,0 +1,56 @@
+"""Which back end serves a call, and what no back end serves: arguments that are spread over devices.
+
+An explicit `implementation` is honoured or refused with the reason. Only None chooses: the kernel where it can run,
+plain jnp otherwise, and then the log says why, once for each reason.
+"""
+
+import functools
+import logging
+from typing import Literal, get_args
+
+import jax
+
+from pallas_kernels import mosaic
+
+Implementation = Literal["reference", "interpret", "hopper"]
+
+
+def choose(op: str, implementation: Implementation | None, unsupported: str | None) -> Implementation:
+  """Returns the back end of one call; `unsupported` is why the kernel cannot take these arguments, if it cannot."""
+  if implementation is None:
+    no_gpu = mosaic.missing_hopper()
+    if no_gpu is None and unsupported is None:
+      return "hopper"
+    _log_fallback(op, no_gpu or unsupported, logging.WARNING if no_gpu is None else logging.INFO)
+    return "reference"
+  if implementation not in get_args(Implementation):
+    raise ValueError(f"{op}: implementation={implementation!r} must be None or one of {get_args(Implementation)}")
+  if implementation == "reference":
+    return implementation
+  reason = unsupported
+  if reason is None and implementation == "hopper":
+    reason = mosaic.missing_hopper()
+  if reason is not None:
+    raise NotImplementedError(f'{op}: implementation="{implementation}" cannot serve this call: {reason}')
+  return implementation
+
+
+@functools.cache
+def _log_fallback(op: str, reason: str, level: int) -> None:
+  logging.getLogger("pallas_kernels").log(level, "%s runs its plain jnp reference: %s", op, reason)
+
+
+def refuse_sharded(op: str, **arrays: jax.Array | None) -> None:
+  """A kernel sees one device's arrays; a call on spread ones would gather them behind the caller's back."""
+  for name, x in arrays.items():
+    if x is not None and (spec := partition(x)) is not None:
+      raise ValueError(
+        f"{op}: {name} is sharded over devices as {spec}, but kernels work on local arrays; call "
+        f"pallas_kernels.sharding.{op.replace('.', '_')}, or this function inside jax.shard_map"
+      )
+
+
+def partition(x: jax.Array) -> object | None:
+  """How x is split over devices, or None. Under jit only axes of an explicit mesh are visible."""
+  sharding = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else x.sharding
+  return None if sharding.shard_shape(x.shape) == x.shape else getattr(sharding, "spec", sharding)

@@ -1,0 +1,107 @@
+"""The one home of unstable Mosaic GPU calls: device queries, launching, the interpreter, shims for what it cannot run.
+
+Mosaic GPU renames things between releases, and its CPU interpreter lacks some instructions. Kernels import this module
+for such parts, so that a new JAX release is one file's work. Each shim runs different code on the GPU and in the
+interpreter; its GPU half is only proved by its own GPU test.
+
+Dimension key: M, N, K rows, columns and contraction of a matrix product.
+"""
+
+import collections.abc
+import contextlib
+
+import jax
+import jax.numpy as jnp
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as _interpreter
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+LANES = 128  # threads of a warpgroup, which is one Pallas thread
+SMEM_BYTES = 227 * 1024  # what one block may use on sm_90
+
+# NaN-filled scratch shows a read before the first write; a race is recorded, not raised: see `no_races`.
+_INTERPRET = plgpu.InterpretGPUParams(detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan")
+
+
+def _device() -> jax.Device:
+  """The device on which an unplaced computation runs."""
+  default = jax.config.jax_default_device
+  return default if isinstance(default, jax.Device) else jax.devices(default)[0]
+
+
+def missing_hopper() -> str | None:
+  """Why kernels for sm_90 cannot run here, or None if they can."""
+  device = _device()
+  if device.platform not in ("gpu", "cuda"):
+    return f"it needs a GPU of compute capability 9.0, the default device is {device.device_kind!r} ({device.platform})"
+  capability = getattr(device, "compute_capability", "unknown")
+  if capability != "9.0":
+    return f"it needs a GPU of compute capability 9.0, {device.device_kind!r} has {capability}"
+  return None
+
+
+def num_sms() -> int:
+  """Streaming multiprocessors of the default device."""
+  if (reason := missing_hopper()) is not None:
+    raise RuntimeError(f"mosaic.num_sms: {reason}")
+  return _device().core_count  # type: ignore[attr-defined]  # exists on GPU devices only
+
+
+def check_smem(name: str, needed: int) -> None:
+  """Refuses a Config that cannot fit, before anything is compiled."""
+  if needed > SMEM_BYTES:
+    raise ValueError(
+      f"{name} needs {needed} bytes of shared memory, a block on sm_90 has {SMEM_BYTES}; use smaller tiles"
+    )
+
+
+def kernel(body, *, out_type: jax.ShapeDtypeStruct, interpret: bool, **options) -> collections.abc.Callable:
+  """`plgpu.kernel` with our interpreter settings, and with a result that varies over the mesh axes of its operands.
+
+  Inside `jax.shard_map(check_vma=True)` every value carries the mesh axes over which it varies; an opaque kernel has to
+  state them for its result, and the union over the operands is the only claim that is always true.
+  """
+
+  def launch(*operands):
+    varying = frozenset().union(*(jax.typeof(x).mat.varying for x in operands))
+    result = jax.ShapeDtypeStruct(
+      out_type.shape, out_type.dtype, manual_axis_type=jax.sharding.ManualAxisType(varying=varying)
+    )
+    return plgpu.kernel(body, out_type=result, interpret=_INTERPRET if interpret else None, **options)(*operands)
+
+  return launch
+
+
+@contextlib.contextmanager
+def no_races():
+  """Fails if an interpreted kernel inside raced; leaves a clean interpreter behind, also after an exception.
+
+  The verdict is that of the last kernel inside, so enter once for each kernel call, and wait for its result inside.
+  """
+  _interpreter.reset_gpu_interpret_mode_state()
+  try:
+    yield
+    races = _interpreter._races  # None when no kernel was called, as for an empty result
+    if races is not None and races.races_found:
+      raise AssertionError("the interpreter found a data race; its report is on standard output")
+  finally:
+    _interpreter.reset_gpu_interpret_mode_state()
+
+
+def mma(acc_MN: jax.Array, a_MK, b_KN_smem, *, interpret: bool) -> jax.Array:
+  """acc + a @ b with float32 accumulation. `a` is a register array or an SMEM ref, `b` an SMEM ref.
+
+  The interpreter has neither wgmma with `a` in registers nor an accumulator that starts from a value, so it multiplies
+  arrays instead. The fence that follows its reads stands for the wait that wgmma does: without it the race detector
+  (rightly) objects when a TMA copy refills `b`.
+  """
+  if interpret:
+    a_MK, b_KN = (x if isinstance(x, jax.Array) else x[...] for x in (a_MK, b_KN_smem))
+    plgpu.commit_smem()
+    return acc_MN + jnp.dot(a_MK, b_KN, preferred_element_type=jnp.float32)
+
+  def accumulate(acc_ref):
+    plgpu.wgmma(acc_ref, a_MK, b_KN_smem)
+    plgpu.wgmma_wait(0)
+
+  return pl.run_state(accumulate)(plgpu.ACC.init(acc_MN))
