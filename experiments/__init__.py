@@ -1,0 +1,1 @@
+"""Entry points: parse flags, make a config, call the library."""

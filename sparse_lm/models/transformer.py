@@ -1,0 +1,107 @@
+"""Llama-like decoder ("Transformer++" of the TwELL paper, table 2): pre-norm blocks, scanned over layers.
+
+Dimension key: B batch, L length, D model width, F hidden neurons, V vocabulary. The stacked parameters of all blocks carry
+one more axis in front, the layer.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from sparse_lm.config import ModelConfig, PrecisionConfig
+from sparse_lm.models.attention import Attention, rotary_angles
+from sparse_lm.models.feedforward import Stats, make_feedforward
+from sparse_lm.models.normalization import RmsNorm
+from sparse_lm.parallel import sharding
+from sparse_lm.precision.linear import linear
+from sparse_lm.precision.recipes import RECIPES, Recipe
+
+
+def _remat(policy: str) -> tuple[Callable, Callable]:
+  """(wrapper of the whole block, wrapper of its parts around attention) for a named rematerialisation policy."""
+  keep_dots = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
+  identity = lambda f: f
+  return {
+    "none": (identity, identity),  # keeps whatever the backward pass reads
+    "full": (jax.checkpoint, identity),  # keeps the block's input only
+    "dots": (keep_dots, identity),  # keeps results of projections, recomputes elementwise work and attention
+    "dots_and_attention": (identity, keep_dots),  # keeps what attention's own backward wants as well
+  }[policy]
+
+
+class Block(nnx.Module):
+  """x + attention(norm(x)), then + feedforward(norm(.))."""
+
+  def __init__(self, config: ModelConfig, recipe: Recipe, *, rngs: nnx.Rngs):
+    self.attention_norm = RmsNorm(config.model_width, config.norm_epsilon)
+    self.attention = Attention(config, recipe, rngs=rngs)
+    self.feedforward_norm = RmsNorm(config.model_width, config.norm_epsilon)
+    self.feedforward = make_feedforward(config, recipe, rngs=rngs)
+    self.remat = config.remat
+
+  def __call__(self, x_BLD, real_BL, segments_BL, angles) -> tuple[jax.Array, Stats]:
+    """segments_BL None: attention sees all earlier tokens."""
+    whole, part = _remat(self.remat)
+
+    def before(block, x_BLD):
+      return block.attention.project(block.attention_norm(x_BLD), angles)
+
+    def after(block, x_BLD, o_BLHK):
+      x_BLD = x_BLD + block.attention.merge(o_BLHK)
+      y_BLD, stats = block.feedforward(block.feedforward_norm(x_BLD), real_BL)
+      return x_BLD + y_BLD, stats
+
+    def run(block, x_BLD):
+      q_BLHK, k_BLGK, v_BLGK = part(before)(block, x_BLD)
+      return part(after)(block, x_BLD, block.attention.attend(q_BLHK, k_BLGK, v_BLGK, segments_BL))
+
+    return whole(run)(self, x_BLD)
+
+
+class Transformer(nnx.Module):
+  """A decoder. `__call__` gives hidden states, `logits` the scores of the next token.
+
+  Needs NNX tree mode (`nnx.set_graph_mode(False)`, `nnx.set_graph_updates(False)`), as entry points set it.
+  """
+
+  def __init__(self, config: ModelConfig, precision: PrecisionConfig, *, rngs: nnx.Rngs):
+    recipe = RECIPES[precision.recipe]
+    normal = nnx.initializers.normal(config.init_std)
+    shape_VD = (config.vocab_size, config.model_width)
+    make_block = lambda key: Block(config, recipe, rngs=nnx.Rngs(key))
+    self.embedding_VD = nnx.Param(normal(rngs.params(), shape_VD, jnp.float32))
+    self.blocks = jax.vmap(make_block)(jax.random.split(rngs.params(), config.num_layers))
+    self.final_norm = RmsNorm(config.model_width, config.norm_epsilon)
+    self.head_VD = None if config.tie_embeddings else nnx.Param(normal(rngs.params(), shape_VD, jnp.float32))
+    self.recipe = recipe
+    self.head_width = config.head_width
+    self.rope_theta = config.rope_theta
+
+  def __call__(self, tokens_BL, *, real_BL=None, segments_BL=None) -> tuple[jax.Array, Stats]:
+    """Hidden states after the final norm, and statistics stacked over layers.
+
+    Args:
+      tokens_BL: i32 ids below the vocabulary size; checked by the data layer, not here.
+      real_BL: bool, False for padding, which statistics leave out; None: all tokens are real.
+      segments_BL: i32 document numbers; attention stays inside a document. None: no document mask.
+    """
+    if real_BL is None:
+      real_BL = jnp.ones_like(tokens_BL, dtype=bool)
+    angles = rotary_angles(tokens_BL.shape[1], self.head_width, self.rope_theta)
+    x_BLD = embed(self.embedding_VD[...], tokens_BL, self.recipe)
+    x_BLD, stats = jax.lax.scan(lambda x, block: block(x, real_BL, segments_BL, angles), x_BLD, self.blocks)
+    return self.final_norm(x_BLD), stats
+
+  def logits(self, x_BLD: jax.Array) -> jax.Array:
+    """Scores of the next token, in the compute dtype."""
+    head_VD = self.embedding_VD if self.head_VD is None else self.head_VD
+    return linear("BLD,VD->BLV", x_BLD, head_VD[...], self.recipe)
+
+
+def embed(table_VD: jax.Array, tokens_BL: jax.Array, recipe: Recipe) -> jax.Array:
+  """Rows of the table, in the compute dtype. An id outside the table gives NaN, which stops a run; never another row."""
+  table_VD = sharding.gather(table_VD.astype(recipe.compute_dtype))
+  return table_VD.at[tokens_BL].get(mode="fill", fill_value=jnp.nan, out_sharding=sharding.activations(3))

@@ -1,0 +1,305 @@
+"""Training a language model: set-up, the loop, and what happens at its end, wanted or not.
+
+Steps are dispatched ahead: the metrics of step n are read while step n + 1 runs, and the host is never more than
+`_STEPS_IN_FLIGHT` steps ahead. Everything that decides the next step is in the checkpoint (state, data position) or in the
+config, so the same command continues a run that was stopped, and reaches the same losses bit for bit on the same mesh.
+"""
+
+import collections
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from sparse_lm import config_io, data
+from sparse_lm.config import LmConfig
+from sparse_lm.errors import NonFiniteError, Preempted, UserError
+from sparse_lm.parallel.mesh import make_mesh
+from sparse_lm.parallel.sharding import RULES
+from sparse_lm.training import checkpoint, losses, recorder
+from sparse_lm.training.meter import Meter
+from sparse_lm.training.progress import Progress
+from sparse_lm.training.state import TrainState, init_state, make_train_step
+from sparse_lm.training.stop import StopSignal
+
+Json = dict[str, Any]
+_STEPS_IN_FLIGHT = 2
+
+# Fields that a resumed run may change: they decide where and how often, not what is computed. The contents behind a path
+# are compared by fingerprint.
+_FREE_FIELDS = ("parallel.", "checkpoint.", "training.log_every", "training.eval_", "training.tensorboard")
+_FREE_FIELDS += ("data.path", "data.tokenizer", "data.cache_dir", "data.loader")
+
+
+def train(config: LmConfig, workdir: Path, *, progress: Progress | None = None) -> Json:
+  """Trains until `training.steps`, from the newest whole checkpoint in the work folder if there is one.
+
+  Args:
+    config: validated here.
+    workdir: receives config.json, env.json, metrics.jsonl and checkpoints/.
+    progress: where lines and the bar go; standard output unless given.
+
+  Returns:
+    The last object of metrics.jsonl.
+
+  Raises:
+    UserError: the config, the data or the folder do not allow the run; nothing was changed.
+    NonFiniteError: NaN or infinity; metrics are written and the last good checkpoint is kept.
+    SaveError: a checkpoint could not be written.
+    Preempted: a signal asked the run to stop; its state is saved.
+  """
+  config.validate()
+  progress = progress or Progress(config.training.steps)
+  with recorder.lock(workdir):
+    _refuse_other_config(workdir, config)
+    mesh = make_mesh(config)
+    dataset = data.open_dataset(config, report=progress.line)
+    with jax.set_mesh(mesh):
+      return _Run(config, workdir, mesh, dataset, progress).run()
+
+
+class _Run:
+  """One run, with all it holds open."""
+
+  def __init__(self, config: LmConfig, workdir: Path, mesh: Mesh, dataset: data.Dataset, progress: Progress):
+    self.config, self.workdir, self.dataset, self.progress = config, workdir, dataset, progress
+    self.mesh = mesh
+    self.identity = {
+      "config": config_io.to_dict(config),
+      "tokenizer": dataset.tokenizer.fingerprint,
+      "dataset": dataset.fingerprint,
+    }
+    self.batches = data.training_batches(
+      dataset.train,
+      batch_size=config.training.batch_size,
+      seed=config.seed,
+      process_index=jax.process_index(),
+      process_count=jax.process_count(),
+      loader=config.data.loader,
+    )
+
+  def run(self) -> Json:
+    config, training = self.config, self.config.training
+    state = self._first_state()
+    done = int(state.step)
+    if done == training.steps:
+      self.progress.line(f"run {self.workdir} is finished: {done} of {training.steps} steps are done")
+      return recorder.read_metrics(self.workdir / "metrics.jsonl")[-1]
+    self.saver = checkpoint.Saver(self.workdir / "checkpoints", config.checkpoint.keep)
+    recorder.write_json(self.workdir / "config.json", self.identity["config"])
+    recorder.write_json(self.workdir / "env.json", recorder.environment() | {"mesh": dict(self.mesh.shape)})
+    self.metrics = recorder.MetricsWriter(self.workdir, first_step=done, tensorboard=training.tensorboard)
+    self.meter = Meter(config, list(self.mesh.devices.flat))
+    step = self._compile(state)
+    with StopSignal() as stop:
+      try:
+        return self._loop(state, done, step, stop)
+      finally:
+        self.batches.close()
+        self.metrics.close()
+        self.progress.close()
+
+  def _loop(self, state: TrainState, done: int, step: Callable, stop: StopSignal) -> Json:
+    training, every = self.config.training, self.config.checkpoint.every
+    unread: tuple[int, Json] | None = None
+    in_flight: collections.deque[jax.Array] = collections.deque()
+    saved = done
+    self.meter.start(done)
+    while done < training.steps and not stop.requested:
+      batch = self._put(next(self.batches), micro_batches=training.accumulation_steps)
+      with jax.profiler.StepTraceAnnotation("train", step_num=done + 1):
+        state, metrics = step(state, batch)
+      done += 1
+      if unread is not None:
+        entry = self._log(*unread)
+        unread = None
+      last = done == training.steps
+      evaluates = self.dataset.validation is not None and (done % training.eval_every == 0 or last)
+      if evaluates or last or done % training.log_every == 0:
+        unread = (done, metrics)
+      in_flight.append(metrics["loss"])
+      if len(in_flight) > _STEPS_IN_FLIGHT:
+        in_flight.popleft().block_until_ready()
+      if evaluates:
+        entry = self._log(*unread, state)
+        unread = None
+      if done % every == 0 or last:
+        self._save(state, done)
+        saved = done
+    if unread is not None:
+      entry = self._log(*unread)
+    if stop.requested and done < training.steps:
+      if saved < done:
+        self._save(state, done)
+      self.saver.wait()
+      raise Preempted(
+        f"stopped by {stop.requested} after step {done} of {training.steps}; saved. The same command goes on"
+      )
+    self.saver.wait()
+    return entry
+
+  def _first_state(self) -> TrainState:
+    """From the newest whole checkpoint of this run, else from checkpoint.restore_path, else fresh."""
+    directory = self.workdir / "checkpoints"
+    init = jax.jit(lambda: init_state(self.config))
+    on_mesh = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, x.sharding.spec))
+    abstract = jax.tree.map(on_mesh, jax.eval_shape(init))
+    loaded = checkpoint.load_latest(directory, abstract, self._refuse_other_run, self.progress.line)
+    if loaded is not None:
+      state, metadata = loaded
+      self.batches.restore(metadata["batches"])
+      self.progress.line(f"resuming at step {int(state.step)} from {directory}")
+      return state
+    self.progress.line(f"no checkpoint in {directory}: starting at step 0")
+    state = init()
+    if self.config.checkpoint.restore_path is not None:
+      path = Path(self.config.checkpoint.restore_path)
+      if not path.is_dir():
+        raise UserError(
+          f"checkpoint.restore_path={str(path)!r} does not exist; give WORKDIR/checkpoints/STEP of another run"
+        )
+      try:
+        state = dataclasses.replace(state, model=checkpoint.load(path, {"model": abstract.model})["model"])
+      except checkpoint.DamagedError as error:
+        raise UserError(f"checkpoint.restore_path={str(path)!r} cannot be used for this model: {error}") from None
+      self.progress.line(f"parameters come from {path}")
+    return state
+
+  def _refuse_other_run(self, metadata: Json) -> None:
+    if metadata["tokenizer"] != self.identity["tokenizer"]:
+      raise UserError(
+        f"the checkpoints in {self.workdir} were trained with another tokenizer"
+        f" (fingerprint {metadata['tokenizer'][:12]}, now {self.identity['tokenizer'][:12]}); its vocabulary would be read"
+        " wrongly. Give that tokenizer as data.tokenizer, or another --workdir"
+      )
+    _refuse_differences(self.workdir, metadata["config"], self.config)
+    if metadata["dataset"] != self.identity["dataset"]:
+      raise UserError(
+        f"the checkpoints in {self.workdir} were trained on other data (fingerprint {metadata['dataset'][:12]},"
+        f" now {self.identity['dataset'][:12]}); restore the files behind data.path, or give another --workdir"
+      )
+
+  def _compile(self, state: TrainState) -> Callable:
+    """Ahead of time, so that the first step is like every other and the memory it needs is known before it starts."""
+    start, training = time.perf_counter(), self.config.training
+    batch = self._put(self.dataset.train.gather(np.zeros(training.batch_size, np.int64)), training.accumulation_steps)
+    step = jax.jit(make_train_step(self.config), donate_argnums=0).lower(state, batch).compile()
+    memory = step.memory_analysis()
+    temporaries = f", {memory.temp_size_in_bytes / 2**20:,.0f} MiB of temporaries" if memory is not None else ""
+    self.progress.line(f"compiled the training step in {time.perf_counter() - start:.1f} s{temporaries}")
+    return step
+
+  def _put(self, batch: dict[str, np.ndarray], micro_batches: int | None = None) -> dict[str, jax.Array]:
+    """This process's rows, onto the mesh: [B, L], or [A, B/A, L] for A micro-batches."""
+    spec, split = RULES.activations(2), lambda x: x
+    if micro_batches is not None:
+      spec, split = P(None, *spec), lambda x: x.reshape(micro_batches, -1, x.shape[-1])
+    sharding = NamedSharding(self.mesh, spec)
+    return {name: jax.make_array_from_process_local_data(sharding, split(x)) for name, x in batch.items()}
+
+  def _log(self, step: int, metrics: Json, state: TrainState | None = None) -> Json:
+    """Reads and writes the metrics of a step, validation included if a state is given; stops on NaN."""
+    values = jax.device_get(metrics)
+    bad = int(values.pop("first_bad_step"))
+    entry = {"step": step, "loss": float(values.pop("loss"))}
+    entry |= {name: np.asarray(value).tolist() for name, value in values.items()}
+    entry |= _over_layers(entry, self.config)
+    entry |= self.meter.read(step)
+    if state is not None and bad < 0:
+      with self.meter.paused():
+        entry |= self._evaluate(state)
+    self.metrics.write(entry)
+    self.progress.step(step, _line(entry, self.config))
+    if bad >= 0:
+      self._stop_on_nonfinite(bad)
+    return entry
+
+  def _evaluate(self, state: TrainState) -> Json:
+    config, totals = self.config, None
+    assert self.dataset.validation is not None
+    batches = data.validation_batches(
+      self.dataset.validation,
+      batch_size=config.training.batch_size // config.training.accumulation_steps,
+      process_index=jax.process_index(),
+      process_count=jax.process_count(),
+    )
+    for n, batch in enumerate(batches):
+      if n == config.training.eval_batches:
+        break
+      part = _eval_step(state.model, self._put(batch), document_mask=config.data.document_mask)
+      totals = part if totals is None else losses.add(totals, part)
+    means = {name: np.asarray(x).tolist() for name, x in losses.summarize(*jax.device_get(totals)).items()}
+    means |= _over_layers(means, config)
+    means["loss"] = means.pop("cross_entropy")
+    return {f"validation_{name}": value for name, value in means.items()}
+
+  def _save(self, state: TrainState, step: int) -> None:
+    with self.meter.paused():
+      if (bad := int(state.first_bad_step)) >= 0:
+        self._stop_on_nonfinite(bad)
+      self.saver.save(step, state, self.identity | {"batches": self.batches.state(), "step": step})
+
+  def _stop_on_nonfinite(self, bad: int) -> None:
+    self.saver.wait()
+    kept = checkpoint.steps(self.workdir / "checkpoints")
+    raise NonFiniteError(
+      f"the loss or its gradient became NaN or infinite in step {bad};"
+      f" {f'the last good checkpoint is step {kept[-1]}' if kept else 'there is no checkpoint yet'}."
+      " Lower training.learning_rate or sparsity.l1_coefficient and start with another --workdir"
+    )
+
+
+@jax.jit(static_argnames="document_mask")
+def _eval_step(model, batch: dict[str, jax.Array], *, document_mask: bool) -> tuple[losses.Sums, losses.Totals]:
+  return losses.forward(model, batch, document_mask=document_mask), losses.totals(batch)
+
+
+def _over_layers(entry: Json, config: LmConfig) -> Json:
+  """Means over layers, and shares of the hidden units; nothing where the model has no hidden units."""
+  if config.model.ffn_kind == "none":
+    return {}
+  l0 = float(np.mean(entry["l0_per_layer"]))
+  return {
+    "l1": float(np.mean(entry["l1_per_layer"])),
+    "l0": l0,
+    "zeros": 1 - l0 / config.model.ffn_width,
+    "dead": float(np.mean(entry["dead_per_layer"])) / config.model.ffn_width,
+  }
+
+
+def _line(entry: Json, config: LmConfig) -> str:
+  parts = [f"loss {entry['loss']:.4f}"]
+  if "validation_loss" in entry:
+    parts.append(f"validation {entry['validation_loss']:.4f}")
+  if "l0" in entry:
+    parts.append(f"l0 {entry['l0']:.1f} of {config.model.ffn_width}")
+  parts.append(f"{entry['tokens_per_second']:,.0f} tokens/s")
+  if entry["mfu"] is not None:
+    parts.append(f"MFU {entry['mfu']:.1%}")
+  left = (config.training.steps - entry["step"]) * entry["seconds_per_step"]
+  return "  ".join([*parts, f"{int(left) // 60}:{int(left) % 60:02} left"])
+
+
+def _refuse_other_config(workdir: Path, config: LmConfig) -> None:
+  path = workdir / "config.json"
+  if path.exists():
+    _refuse_differences(workdir, recorder.read_json(path), config)
+
+
+def _refuse_differences(workdir: Path, old: Json, config: LmConfig) -> None:
+  changed = [
+    f"{name}: {before!r} -> {now!r}"
+    for name, before, now in config_io.differences(old, config_io.to_dict(config))
+    if not name.startswith(_FREE_FIELDS)
+  ]
+  if changed:
+    raise UserError(
+      f"work folder {workdir} holds a run with another config ({'; '.join(changed)});"
+      " change the fields back to resume it, or give another --workdir"
+    )

@@ -1,0 +1,52 @@
+"""Speed, memory and energy of training between two log entries."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from sparse_lm.config import LmConfig
+from sparse_lm.training import mfu
+from sparse_lm.training.energy import energy_counter
+
+
+class Meter:
+  """Counts from `start` or the last `read`. Validation and saving do not count as training time."""
+
+  def __init__(self, config: LmConfig, devices: list[jax.Device]):
+    self._config, self._devices = config, devices
+    self._tokens_per_step = config.training.batch_size * config.model.context_length
+    self._joules = energy_counter()
+    self.start(0)
+
+  def start(self, step: int) -> None:
+    """Begins an interval after `step` steps."""
+    self._step, self._since, self._idle = step, time.perf_counter(), 0.0
+    self._joules_at_start = self._joules() if self._joules else 0.0
+
+  def read(self, step: int) -> dict[str, Any]:
+    """What the interval up to `step` gave; begins the next one."""
+    seconds = time.perf_counter() - self._since - self._idle
+    steps = step - self._step
+    speed = steps * self._tokens_per_step / seconds
+    entry: dict[str, Any] = {
+      "seconds_per_step": seconds / steps,
+      "tokens_per_second": speed,
+      "mfu": mfu.training_mfu(self._config.model, speed, self._devices),
+    }
+    stats = self._devices[0].memory_stats() or {}  # CPUs have none
+    if "peak_bytes_in_use" in stats:
+      entry["peak_device_bytes"] = stats["peak_bytes_in_use"]
+    if self._joules:
+      entry["joules_per_token"] = (self._joules() - self._joules_at_start) / (steps * self._tokens_per_step)
+    self.start(step)
+    return entry
+
+  @contextlib.contextmanager
+  def paused(self) -> Iterator[None]:
+    """What happens inside does not count as training time."""
+    begin = time.perf_counter()
+    yield
+    self._idle += time.perf_counter() - begin

@@ -1,0 +1,43 @@
+"""What a run shows while it works: one line that rewrites itself on a terminal, plain lines elsewhere."""
+
+import shutil
+import sys
+from typing import TextIO
+
+
+class Progress:
+  """Lines that stay, and a bar that does not."""
+
+  def __init__(self, total: int, stream: TextIO = sys.stdout):
+    self._total, self._stream = total, stream
+    self._terminal = stream.isatty()
+    self._bar_shown = False
+
+  def line(self, text: str) -> None:
+    """Prints a line that stays."""
+    self._clear()
+    print(text, file=self._stream, flush=True)
+
+  def step(self, done: int, text: str) -> None:
+    """Shows how far the run is: a bar on a terminal, a line elsewhere."""
+    if not self._terminal:
+      self.line(f"step {done}/{self._total}  {text}")
+      return
+    columns = shutil.get_terminal_size().columns
+    filled = 20 * done // self._total
+    bar = f"[{'#' * filled}{'.' * (20 - filled)}] {done}/{self._total}  {text}"
+    self._clear()
+    self._stream.write(bar[: columns - 1])
+    self._stream.flush()
+    self._bar_shown = True
+
+  def close(self) -> None:
+    """Leaves the last bar where it is and goes to the next line."""
+    if self._bar_shown:
+      self._stream.write("\n")
+      self._bar_shown = False
+
+  def _clear(self) -> None:
+    if self._bar_shown:
+      self._stream.write("\r\033[K")
+      self._bar_shown = False

@@ -1,0 +1,60 @@
+"""What steers sparsity during training: the coefficient's warm-up, the L0 controller, and the revival of dead neurons."""
+
+import jax
+import jax.numpy as jnp
+
+from sparse_lm.config import LmConfig
+from sparse_lm.parallel import sharding
+
+# The controller moves the logarithm of the coefficient, because L0 answers to its ratio and not to its difference.
+# It sums the error slowly (integral) and answers its present value at once (proportional); errors beyond a factor of
+# e count as e, so that a start far from the target does not wind it up.
+INTEGRAL_GAIN = 0.02
+PROPORTIONAL_GAIN = 0.3
+
+
+def warmup(step: jax.Array, config: LmConfig) -> jax.Array:
+  """Share of the L1 coefficient in force: 0 up to l1_warmup_start, 1 from l1_warmup_end, linear between."""
+  start, end = config.sparsity.l1_warmup_start, config.sparsity.l1_warmup_end
+  if end == start:
+    return jnp.where(step >= end, 1.0, 0.0)
+  return jnp.clip((step - start) / (end - start), 0.0, 1.0)
+
+
+def control(log_coefficient: jax.Array, l0: jax.Array, ramp: jax.Array, target: float) -> tuple[jax.Array, jax.Array]:
+  """One step of the controller.
+
+  Args:
+    log_coefficient: f32[], the integral part.
+    l0: f32[], non-zeros a token of the step before; a negative value says that there is none yet.
+    ramp: f32[], share of the L1 warm-up that is done; the controller waits for 1.
+    target: wanted l0.
+
+  Returns:
+    (new integral part, log of the coefficient to use now).
+  """
+  error = jnp.clip(jnp.log(jnp.maximum(l0, 1e-3) / target), -1.0, 1.0)
+  error = jnp.where((l0 >= 0) & (ramp >= 1), error, 0.0)
+  log_coefficient = log_coefficient + INTEGRAL_GAIN * error
+  return log_coefficient, log_coefficient + PROPORTIONAL_GAIN * error
+
+
+def revive_dead(model, active: jax.Array, key: jax.Array, config: LmConfig):
+  """Targeted re-initialisation (TwELL, appendix C.3): w <- (1 - rate) w + rate N(0, std^2) for gate rows of dead neurons.
+
+  Args:
+    model: parameters after the optimiser's update.
+    active: bool[layers, F], fired at least once during the whole global step.
+    key: random key of this step.
+    config: gives rate, standard deviation and which matrix is the gate (the up projection where there is no gate).
+  """
+  rate, std = config.sparsity.reinit_rate, config.sparsity.reinit_std
+  gate = "w_up_FD" if config.model.ffn_kind == "relu" else "w_gate_FD"
+
+  def revive(path, w):
+    if sharding.parameter_name(path) != gate:
+      return w
+    fresh = std * jax.random.normal(key, w.shape, w.dtype, out_sharding=jax.typeof(w).sharding)
+    return jnp.where(active[:, :, None], w, (1 - rate) * w + rate * fresh)
+
+  return jax.tree_util.tree_map_with_path(revive, model)

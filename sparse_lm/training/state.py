@@ -1,0 +1,138 @@
+"""State of a run and the step that advances it. All that decides the next step is in the state or in the batch."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from sparse_lm.config import LmConfig
+from sparse_lm.models.transformer import Transformer
+from sparse_lm.parallel import sharding
+from sparse_lm.training import losses, sparsity
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+  """A pytree; every leaf is an array on the mesh."""
+
+  step: jax.Array  # i32[], steps done
+  model: Transformer  # float32 master weights
+  optimizer: optax.OptState
+  key: jax.Array  # u32[2], data of the run's random key; step n uses fold_in(key, n)
+  log_coefficient: jax.Array  # f32[], the L0 controller's integral
+  l0: jax.Array  # f32[], of the last step, which the controller reads; -1 before the first
+  first_bad_step: jax.Array  # i32[], first step whose loss or gradient was NaN or infinite; -1 while there is none
+
+
+def learning_rate(config: LmConfig) -> optax.Schedule:
+  """Linear from 0 over warmup_steps, then a cosine to 0 at the last step."""
+  return optax.warmup_cosine_decay_schedule(
+    0.0, config.training.learning_rate, config.training.warmup_steps, config.training.steps
+  )
+
+
+def make_optimizer(config: LmConfig) -> optax.GradientTransformation:
+  """AdamW after clipping by the global norm. Norm scales do not decay, whatever their rank after stacking."""
+  training = config.training
+
+  def decays(params):
+    return jax.tree_util.tree_map_with_path(lambda path, _: sharding.parameter_name(path) != "scale_D", params)
+
+  return optax.chain(
+    optax.clip_by_global_norm(training.clip_norm),
+    optax.adamw(
+      learning_rate(config),
+      b1=training.beta1,
+      b2=training.beta2,
+      eps=training.epsilon,
+      weight_decay=training.weight_decay,
+      mask=decays,
+    ),
+  )
+
+
+def init_state(config: LmConfig) -> TrainState:
+  """A fresh state, laid out by the sharding rules; call it under `jax.jit` and `jax.set_mesh`.
+
+  The values depend on the seed alone, not on the mesh.
+  """
+  init_key, run_key = jax.random.split(jax.random.key(config.seed))
+  model = sharding.shard_parameters(Transformer(config.model, config.precision, rngs=nnx.Rngs(init_key)))
+  return TrainState(
+    step=jnp.int32(0),
+    model=model,
+    optimizer=make_optimizer(config).init(model),
+    key=jax.random.key_data(run_key),
+    # With a coefficient of 0 the controller is off and the value is never used.
+    log_coefficient=jnp.log(jnp.float32(config.sparsity.l1_coefficient or 1.0)),
+    l0=jnp.float32(-1),
+    first_bad_step=jnp.int32(-1),
+  )
+
+
+def make_train_step(config: LmConfig) -> Callable:
+  """Returns `step(state, batch) -> (state, metrics)` for `jax.jit` with the state donated.
+
+  Each array of the batch is [A, B/A, L]: A micro-batches of the global batch, whose gradients add up to the gradient of
+  all B sequences at once.
+  """
+  optimizer, schedule, scale = make_optimizer(config), learning_rate(config), losses.l1_scale(config)
+
+  def coefficient_now(state):
+    ramp = sparsity.warmup(state.step, config)
+    if config.sparsity.target_l0 is None:
+      return state.log_coefficient, ramp * config.sparsity.l1_coefficient
+    integral, log_coefficient = sparsity.control(state.log_coefficient, state.l0, ramp, config.sparsity.target_l0)
+    return integral, ramp * jnp.exp(log_coefficient)
+
+  def gradients(model, batch, sizes, coefficient):
+    grad = jax.grad(losses.objective, has_aux=True)
+
+    def add(carry, micro):
+      return losses.add(carry, grad(model, micro, sizes, coefficient, config)), None
+
+    # A single micro-batch costs nothing extra: XLA inlines a loop of one iteration and drops the addition to zero.
+    first = jax.tree.map(lambda x: x[0], batch)
+    shapes = jax.eval_shape(lambda: grad(model, first, sizes, coefficient, config))
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, out_sharding=s.sharding), shapes)
+    return jax.lax.scan(add, zeros, batch)[0]
+
+  def step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
+    sizes = losses.totals(batch)
+    log_coefficient, coefficient = coefficient_now(state)
+    grads, sums = gradients(state.model, batch, sizes, coefficient)
+
+    updates, optimizer_state = optimizer.update(grads, state.optimizer, state.model)
+    model = optax.apply_updates(state.model, updates)
+    if config.sparsity.reinit_rate > 0:
+      key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+      model = sparsity.revive_dead(model, sums.stats.active_F, key, config)
+
+    metrics = losses.summarize(sums, sizes)
+    l1_loss = coefficient * scale * jnp.mean(metrics["l1_per_layer"])
+    loss, grad_norm = metrics["cross_entropy"] + l1_loss, optax.global_norm(grads)
+    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    first_bad_step = jnp.where((state.first_bad_step < 0) & ~finite, state.step + 1, state.first_bad_step)
+    metrics |= {
+      "loss": loss,
+      "l1_loss": l1_loss,
+      "l1_coefficient": coefficient,
+      "grad_norm": grad_norm,
+      "learning_rate": schedule(state.step),
+      "first_bad_step": first_bad_step,
+    }
+    return TrainState(
+      step=state.step + 1,
+      model=model,
+      optimizer=optimizer_state,
+      key=state.key,
+      log_coefficient=log_coefficient,
+      l0=jnp.mean(metrics["l0_per_layer"]),
+      first_bad_step=first_bad_step,
+    ), metrics
+
+  return step
