@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from sparse_lm.config import LOADERS
 from sparse_lm.data.packing import Batch, Blocks, padding
 from sparse_lm.errors import UserError
 
@@ -54,6 +55,10 @@ def training_batches(
     process_count: processes that share each batch.
     loader: "numpy", "grain", or "auto": grain where it is installed.
   """
+  if loader not in LOADERS:
+    raise ValueError(f"training_batches: loader={loader!r} is unknown; allowed: {', '.join(LOADERS)}")
+  if len(blocks) == 0:
+    raise ValueError(f"training_batches: no blocks to draw from ({blocks.num_tokens} tokens)")
   batches = _Batches(blocks, _Order(len(blocks), seed), _share(batch_size, process_index, process_count), batch_size)
   if loader == "auto":
     loader = "numpy" if importlib.util.find_spec("grain") is None else "grain"

@@ -48,7 +48,7 @@ class Corpus:
     for number, (_, text) in enumerate(documents(self.config), start=1):
       if number > len(mask_N):
         raise changed
-      content.update(_digest(text))
+      content.update(hashlib.sha256(text.encode()).digest())
       if mask_N[number - 1]:
         yield text
     if content.hexdigest() != self.content_hash:
@@ -62,11 +62,12 @@ def read_corpus(config: DataConfig, report: Report) -> Corpus:
   """Reads and hashes everything: about a second for 300 MB, each start, which is what noticing a changed file costs."""
   content, split_keys, num_bytes = hashlib.sha256(), bytearray(), 0
   for text in reported((text for _, text in documents(config)), "reading", report):
-    digest = _digest(text)
+    raw = text.encode()
+    digest = hashlib.sha256(raw).digest()
     content.update(digest)
     # 64 bits decide the side. A collision would only put two texts on the same side.
     split_keys += hashlib.sha256(_SPLIT_SALT + digest).digest()[:8]
-    num_bytes += len(text.encode())
+    num_bytes += len(raw)
   if not num_bytes:
     raise UserError(
       f"data.source={config.source!r}, data.path={config.path!r}: the corpus is empty"
@@ -88,7 +89,3 @@ def _held_out(keys_N: np.ndarray, fraction: float) -> np.ndarray:
       " to train on; lower it (0: no validation) or give more documents"
     )
   return keys_N < distinct[count]
-
-
-def _digest(text: str) -> bytes:
-  return hashlib.sha256(text.encode()).digest()

@@ -12,7 +12,7 @@ def reported(texts: Iterable[str], step: str, report: Report) -> Iterator[str]:
   done, last = 0, time.monotonic()
   for text in texts:
     yield text
-    done += len(text.encode())
+    done += len(text)
     if (now := time.monotonic()) - last >= _SECONDS_BETWEEN_LINES:
       last = now
-      report(f"data: {step}, {done / 1e6:.1f} MB so far")
+      report(f"data: {step}, {done / 1e6:.1f} M characters so far")

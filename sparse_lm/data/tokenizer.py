@@ -5,7 +5,6 @@ token, so that a document cannot forge its own end.
 """
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -31,8 +30,9 @@ class Tokenizer:
 
   def __init__(self, json_text: str, *, name: str):
     """Raises UserError, naming `name`, for text that is no tokenizer or has no end-of-text token."""
+    library = _tokenizers()
     try:
-      self._tokenizer = _tokenizers().Tokenizer.from_str(json_text)
+      self._tokenizer = library.Tokenizer.from_str(json_text)
     except Exception as error:  # the library raises bare Exception
       raise UserError(f"{name}: is not a tokenizer.json ({error})") from error
     self._tokenizer.no_truncation()
@@ -116,8 +116,8 @@ def _train(corpus: Corpus, vocab_size: int, report: Report) -> str:
     show_progress=False,
   )
   tokenizer.train_from_iterator(reported(corpus.texts("training"), "counting words", report), trainer)
-  # Sorted keys: the order in which the library writes a vocabulary is not part of its promise.
-  return json.dumps(json.loads(tokenizer.to_str()), ensure_ascii=False, sort_keys=True, indent=1)
+  json_text: str = tokenizer.to_str(pretty=True)
+  return json_text
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
