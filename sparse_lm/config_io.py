@@ -4,6 +4,7 @@ A name is dotted from the top of the config: `model.num_layers`. The annotations
 `X | None`, `Literal[...]` and `tuple[X, ...]`; anything else is a section, that is, a dataclass of its own.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import json
@@ -114,7 +115,8 @@ def convert(value: Any, annotation: Any) -> Any:
   if origin is typing.Literal and any(value == one and type(value) is type(one) for one in arguments):
     return value
   if origin is tuple and isinstance(value, (list, tuple)):
-    return tuple(convert(item, arguments[0]) for item in value)
+    with contextlib.suppress(TypeError):  # the message below speaks of the whole list
+      return tuple(convert(item, arguments[0]) for item in value)
   if kinds is float and isinstance(value, int) and not isinstance(value, bool):
     return float(value)
   # True is an int to Python, but never a number of layers.

@@ -1,17 +1,20 @@
 """Entry points: `--config=configs/lm/tiny.py --config.model.num_layers=4 --workdir=...`, and errors of one line.
 
-ml_collections' config_flags reads the config file. Its overrides are not used, because (in 1.1.0) they turn None into
-the text "None", cannot set a number back to None, take 2.5 for an integer in a tuple, and answer a misspelt name with a
-traceback. Instead every field of the config becomes an absl flag, typed by its annotation: absl then gives us
-`--name=value` and `--name value`, `--noname` for true or false, "the last one wins", and `--help`.
+The command line is that of ml_collections' config_flags; it is not used itself, because (in 1.1.0) its overrides turn
+None into the text "None", cannot set a number back to None, take 2.5 for an integer in a tuple and answer a misspelt
+name with a traceback, and its reader hides errors and mixes two files read in one process. Here every field of the
+config becomes an absl flag, typed by its annotation: absl gives us `--name=value` and `--name value`, `--noname` for
+bools, "the last one wins", and `--help`.
 """
 
 import contextlib
 import difflib
 import errno
+import functools
 import inspect
 import io
 import pathlib
+import runpy
 import sys
 import tokenize
 import traceback
@@ -19,7 +22,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from absl import app, flags
-from ml_collections import config_flags
 
 from sparse_lm import config_io
 from sparse_lm.errors import EXIT_SAVE_FAILED, EXIT_USER_ERROR, UserError
@@ -70,9 +72,8 @@ def parse_config[ConfigT: Config](
   program = sys.argv[0]
   flags.DEFINE_string("config", default, "config file, see configs/", flag_values, module_name=program)
   fields = {f"config.{field.name}": field for field in config_io.fields(config)}
-  comments = _comments(config)
   for name, field in fields.items():
-    flags.DEFINE_flag(_field_flag(name, field, comments.get(field.name)), flag_values, program)
+    flags.DEFINE_flag(_field_flag(name, field), flag_values, program)
 
   positional = _parse_flags(argv, flag_values)[1:]
   if positional:
@@ -92,23 +93,21 @@ def load_config[ConfigT: Config](path: str, config_class: type[ConfigT]) -> Conf
   Raises:
     UserError: if there is no such file, it fails, or it returns something else than a well-typed `config_class`.
   """
-  filename = path.partition(":")[0]
+  filename, *argument = path.split(":", 1)
   if not pathlib.Path(filename).is_file():
     raise UserError(f"--config={path}: {_why_no_file(pathlib.Path(filename))}")
-  reader = flags.FlagValues()
-  config_flags.DEFINE_config_file("config", flag_values=reader, sys_argv=[])
   try:
-    with _without_bytecode():
-      reader(["", f"--config={path}"])
-    config = reader.config
-    getattr(config, "validate", None)  # ml_collections keeps an OSError to itself until someone looks at the config
+    config = runpy.run_path(filename)["get_config"](*argument)
   except Exception as error:  # a config file is a program and can fail in any way
     raise UserError(f"--config={path}: {_failure_of_config_file(error, filename)}") from error
   if not isinstance(config, config_class):
     raise UserError(
       f"--config={path}: get_config() returned {type(config).__name__}, this program needs {config_class.__name__}"
     )
-  config_io.check_types(config)
+  try:
+    config_io.check_types(config)
+  except UserError as error:
+    raise UserError(f"--config={path}: {error}") from None
   return config
 
 
@@ -186,7 +185,8 @@ class _FieldParser(flags.ArgumentParser):
 def _from_text(text: str, annotation: Any) -> Any:
   item = config_io.tuple_item(annotation)
   if item is not None and text.lower() != "none":
-    return tuple(_from_text(part.strip(), item) for part in text.strip("()").split(",") if part.strip())
+    with contextlib.suppress(TypeError):  # the message below speaks of the whole list
+      return tuple(_from_text(part.strip(), item) for part in text.strip("()").split(",") if part.strip())
   for meaning in _meanings(text):
     with contextlib.suppress(TypeError):
       return config_io.convert(meaning, annotation)
@@ -204,22 +204,19 @@ def _meanings(text: str) -> Iterator[Any]:
   yield text
 
 
-def _field_flag(name: str, field: config_io.Field, comment: str | None) -> flags.Flag:
+def _field_flag(name: str, field: config_io.Field) -> flags.Flag:
+  comment = _comments(type(field.section)).get(field.last)  # type: ignore[arg-type]  # mypy holds classes unhashable
   meaning = f"{inspect.formatannotation(field.annotation)} = {field.value!r}"
   flag = flags.Flag(_FieldParser(field.annotation), None, name, None, f"{meaning}  # {comment}" if comment else meaning)
   flag.boolean = field.annotation is bool
   return flag
 
 
-def _comments(config: Any) -> dict[str, str]:
-  """Returns the trailing comment of each field, by dotted name; the source is the one place that explains them."""
-  comments = {}
-  for field in config_io.fields(config):
-    source = io.StringIO(inspect.getsource(type(field.section)))
-    for token in tokenize.generate_tokens(source.readline):
-      if token.type == tokenize.COMMENT and token.line.partition(":")[0].strip() == field.last:
-        comments[field.name] = token.string.lstrip("# ")
-  return comments
+@functools.cache
+def _comments(section: type) -> dict[str, str]:
+  """Returns the trailing comments in the source of a dataclass by field; nowhere else are the fields explained."""
+  tokens = tokenize.generate_tokens(io.StringIO(inspect.getsource(section)).readline)
+  return {t.line.partition(":")[0].strip(): t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
 
 
 def _unknown_flag(name: str, flag_values: flags.FlagValues) -> str:
@@ -247,23 +244,10 @@ def _why_no_file(path: pathlib.Path) -> str:
 
 def _failure_of_config_file(error: Exception, filename: str) -> str:
   """Says what went wrong in a config file, and in which of its lines."""
-  # ml_collections and absl raise TypeError and ValueError anew, each time with the former traceback as its text.
-  while isinstance(error, flags.Error | TypeError | ValueError | OSError) and isinstance(error.__context__, Exception):
-    error = error.__context__
-  if isinstance(error, AttributeError) and error.name == "get_config":
+  if isinstance(error, KeyError) and error.args == ("get_config",):
     return "defines no get_config()"
   lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == filename]
   if isinstance(error, SyntaxError):
     lines.append(error.lineno)
   where = f"line {lines[-1]}: " if lines else ""
   return f"{where}{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
-
-
-@contextlib.contextmanager
-def _without_bytecode() -> Iterator[None]:
-  """Python takes a cached file for current if size and second agree, and a config is edited faster than that."""
-  before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
-  try:
-    yield
-  finally:
-    sys.dont_write_bytecode = before
