@@ -1,4 +1,4 @@
-"""The demo: 1.3 M parameters on the messages of US presidents, float32, made for two CPU cores.
+"""The demo: 1.4 M parameters on the messages of US presidents, float32, made for two CPU cores.
 
 python -m experiments.train_lm --config=configs/lm/tiny.py --workdir=runs/tiny
 """
