@@ -41,7 +41,7 @@ def load_or_build[T](
     what: the content in a word or two, for these lines.
   """
   with contextlib.suppress(DamagedError):
-    if folder.exists():
+    if os.path.exists(folder):  # False, not an error, where one may not even look
       return load(folder)
   try:
     folder.parent.mkdir(parents=True, exist_ok=True)
