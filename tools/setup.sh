@@ -3,7 +3,7 @@
 # Does nothing when that is already done for the present pyproject.toml and constraints.txt.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-extra=$1
+extra=${1:?name an extra of pyproject.toml, such as dev}
 
 fail() { echo "setup: $*" >&2; exit 1; }
 
@@ -12,10 +12,10 @@ works() { "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 
 
 find_python() {
   local candidate root
-  for candidate in "${PYTHON:-}" python3.12 python3.13 python3.14 python3 python; do
-    [ -n "$candidate" ] && works "$candidate" && { echo "$candidate"; return; }
+  for candidate in python3.12 python3.13 python3.14 python3 python; do
+    works "$candidate" && { echo "$candidate"; return; }
   done
-  root=${PYENV_ROOT:-$HOME/.pyenv}
+  root=${PYENV_ROOT:-${HOME:-}/.pyenv}
   for candidate in "$root"/versions/3.1[2-9]*/bin/python; do
     works "$candidate" && { echo "$candidate"; return; }
   done
@@ -30,8 +30,9 @@ wanted=$(cat pyproject.toml constraints.txt | cksum)
 [ -x .venv/bin/python ] && works .venv/bin/python && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && exit 0
 
 if ! { [ -x .venv/bin/python ] && works .venv/bin/python; }; then
-  python=$(find_python) || fail "no Python >= 3.12 found (looked for \$PYTHON, python3.12 to 3.14 on PATH, pyenv, uv);" \
-    "install one, for example with 'uv python install 3.12' or 'pyenv install 3.12', and run make again"
+  python=${PYTHON:-$(find_python)} || fail "no Python >= 3.12 found (looked for python3.12 to 3.14 on PATH, pyenv, uv);" \
+    "install one, for example with 'uv python install 3.12' or 'pyenv install 3.12', or set PYTHON, and run make again"
+  works "$python" || fail "PYTHON=$python is no Python >= 3.12 with venv; name another one or leave PYTHON unset"
   echo "setup: making .venv with $("$python" --version) ($python)"
   rm -rf .venv
   "$python" -m venv .venv || fail "$python could not make .venv; is the disk full or the folder read-only?"
