@@ -52,5 +52,8 @@ def refuse_sharded(op: str, **arrays: jax.Array | None) -> None:
 
 def partition(x: jax.Array) -> object | None:
   """How x is split over devices, or None. Under jit only axes of an explicit mesh are visible."""
-  sharding = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else x.sharding
-  return None if sharding.shard_shape(x.shape) == x.shape else getattr(sharding, "spec", sharding)
+  if not isinstance(x, jax.core.Tracer):
+    return None if x.is_fully_replicated else getattr(x.sharding, "spec", x.sharding)
+  sharding = jax.typeof(x).sharding
+  split = any(sharding.mesh.shape[axis] > 1 for axis in jax.tree.leaves(tuple(sharding.spec)))
+  return sharding.spec if split else None

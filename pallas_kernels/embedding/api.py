@@ -47,13 +47,15 @@ def bag(
   """
   ids, offsets = (x if isinstance(x, jax.Array | np.ndarray) else jnp.asarray(x) for x in (ids, offsets))
   _check(table_VD, ids, weights, mode)
-  dispatch.refuse_sharded("embedding.bag", table_VD=table_VD, ids=ids, offsets=offsets, weights=weights, sink=sink)
+  arrays = dict(table_VD=table_VD, ids=ids, offsets=offsets, weights=weights, sink=sink)
+  arrays = {name: None if x is None else jnp.asarray(x) for name, x in arrays.items()}
+  dispatch.refuse_sharded("embedding.bag", **arrays)
   row_offsets.check("embedding.bag", "offsets", offsets, ids.shape[0])
   out_shape = (offsets.shape[0] - 1, table_VD.shape[1])
   if sink is not None and (sink.shape != out_shape or sink.dtype != jnp.float32):
     raise ValueError(f"embedding.bag: sink must be float32{out_shape} like the result, got {sink.dtype}{sink.shape}")
   chosen = dispatch.choose("embedding.bag", implementation, bag_hopper.unsupported(table_VD.shape[1], table_VD.dtype))
-  return _bag(mode, chosen, table_VD, jnp.asarray(ids), jnp.asarray(offsets), weights, sink)
+  return _bag(mode, chosen, *arrays.values())
 
 
 def _check(table_VD, ids, weights, mode) -> None:

@@ -21,6 +21,7 @@ from pallas_kernels.embedding.reference import Mode
 
 DTYPES = (jnp.float32, jnp.bfloat16)
 _LOAD_BYTES = 16  # the widest load of one lane
+_MAX_ROWS = 16  # of one group; its code is unrolled
 _MAX_REGISTERS = 128  # a lane has 255; more than half would leave too few blocks on an SM to hide anything
 
 
@@ -32,8 +33,8 @@ class Config:
   def __post_init__(self):
     if self.block_d <= 0 or self.block_d % mosaic.LANES:
       raise ValueError(f"embedding.bag Config.block_d={self.block_d} must be a positive multiple of {mosaic.LANES}")
-    if self.rows_in_flight <= 0:
-      raise ValueError(f"embedding.bag Config.rows_in_flight={self.rows_in_flight} must be positive")
+    if not 0 < self.rows_in_flight <= _MAX_ROWS:
+      raise ValueError(f"embedding.bag Config.rows_in_flight={self.rows_in_flight} must be in 1..{_MAX_ROWS}")
     # The running sum, the rows on their way (counted as float32, the wider type), and per row its id, weight and place.
     needed = self.block_d // mosaic.LANES * (1 + self.rows_in_flight) + 4 * self.rows_in_flight
     if needed > _MAX_REGISTERS:

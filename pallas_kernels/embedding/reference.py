@@ -48,6 +48,8 @@ def _place_tokens(ids_T: jax.Array, offsets: jax.Array, num_rows: int) -> tuple[
 
 def _rows_TD(table_VD: jax.Array, ids_T: jax.Array, exists_T: jax.Array) -> jax.Array:
   """Returns f32[T, D], zeros where no row exists."""
+  if table_VD.shape[0] == 0:  # jnp refuses to index an empty axis, even to fill
+    return jnp.zeros((ids_T.shape[0], table_VD.shape[1]), jnp.float32)
   # Row V is past the end, so "fill" gives zeros. A negative id must not get there: it would count from the end.
   at_T = jnp.where(exists_T, ids_T, table_VD.shape[0])
   return table_VD.at[at_T].get(mode="fill", fill_value=0).astype(jnp.float32)

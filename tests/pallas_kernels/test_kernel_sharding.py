@@ -1,0 +1,137 @@
+"""Sharded wrappers equal the local call shard by shard: 8 virtual devices for the reference, one for the interpreter.
+
+Dimension key: S shards, V table rows, D row width, T ids of a shard, B bags of a shard.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels import embedding, sharding
+
+V, D, T, B = 6, 128, 10, 3
+
+
+def mesh_of(*sizes, kind=AxisType.Explicit):
+  names = ("data", "replica")[: len(sizes)]
+  return jax.make_mesh(sizes, names, axis_types=(kind,) * len(sizes), devices=jax.devices()[: np.prod(sizes)])
+
+
+def draw(shards):
+  """Shard 1 is empty; every shard has another number of tokens."""
+  rng = np.random.default_rng(shards)
+  offsets_SB = np.sort(rng.integers(0, T + 1, (shards, B + 1)).astype(np.int32), axis=1)
+  offsets_SB[:, 0] = 0
+  offsets_SB[1:2] = 0
+  ids_ST = rng.integers(-1, V + 1, (shards, T)).astype(np.int32)
+  return (
+    rng.normal(size=(V, D)).astype(np.float32),
+    ids_ST,
+    offsets_SB,
+    rng.normal(size=ids_ST.shape).astype(np.float32),
+  )
+
+
+def place(mesh, axes, table_VD, *rows):
+  put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+  return put(table_VD, P()), *(put(x, P(axes)) for x in rows)
+
+
+def shard_by_shard(table_VD, ids_ST, offsets_SB, weights_ST):
+  local = functools.partial(embedding.bag, implementation="reference")
+  return np.concatenate([local(table_VD, *shard) for shard in zip(ids_ST, offsets_SB, weights_ST)])
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=["explicit", "auto"])
+@pytest.mark.parametrize(
+  ("sizes", "axes"), [((8,), "data"), ((4, 2), "data"), ((4, 2), ("data", "replica"))], ids=["one", "of_two", "both"]
+)
+def test_eight_devices_equal_one_shard_after_another(sizes, axes, kind):
+  mesh, shards = mesh_of(*sizes, kind=kind), 8 if axes == ("data", "replica") else sizes[0]
+  arrays = draw(shards)
+  with jax.set_mesh(mesh):
+    bag = jax.jit(functools.partial(sharding.embedding_bag, axes=axes))
+    out_BD = bag(*place(mesh, axes, *arrays))
+  assert out_BD.sharding.shard_shape(out_BD.shape) == (B, D)
+  np.testing.assert_allclose(out_BD, shard_by_shard(*arrays), rtol=1e-6, atol=1e-6)
+
+
+def test_the_compiled_call_moves_nothing_between_devices():
+  """F25: no silent gather of ids, bags or table."""
+  mesh = mesh_of(8)
+  bag = jax.jit(functools.partial(sharding.embedding_bag, mesh=mesh, axes="data"))
+  text = bag.lower(*place(mesh, "data", *draw(8))).compile().as_text()
+  for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"):
+    assert collective not in text
+
+
+def test_the_sink_receives_d_out_of_its_own_shard():
+  mesh = mesh_of(8)
+  table_VD, ids_ST, offsets_SB, weights_ST = place(mesh, "data", *draw(8))
+  sink, d_out_BD = place(mesh, "data", 0, np.zeros((8 * B, D), np.float32), np.arange(8.0 * B * D).reshape(8 * B, D))[
+    1:
+  ]
+
+  def loss(sink, weights_ST):
+    out_BD = sharding.embedding_bag(table_VD, ids_ST, offsets_SB, weights_ST, mesh=mesh, axes="data", sink=sink)
+    return jnp.sum(out_BD * d_out_BD)
+
+  d_sink_BD, d_weights_ST = jax.jit(jax.grad(loss, argnums=(0, 1)))(sink, weights_ST)
+  np.testing.assert_array_equal(d_sink_BD, d_out_BD)
+  assert d_weights_ST.shape == weights_ST.shape
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_the_kernel_runs_inside_the_wrapper(run, mode):
+  mesh = mesh_of(1)
+  arrays = draw(1)
+  bag = functools.partial(sharding.embedding_bag, mesh=mesh, axes="data", mode=mode)
+  kernel, reference = (jax.jit(functools.partial(bag, implementation=i)) for i in ("interpret", "reference"))
+  placed = place(mesh, "data", *arrays)
+  np.testing.assert_allclose(run(kernel, *placed), run(reference, *placed), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_the_kernel_runs_inside_the_wrapper_on_every_gpu(hopper, run):
+  shards = len(jax.devices())
+  mesh, arrays = mesh_of(shards), draw(shards)
+  bag = jax.jit(functools.partial(sharding.embedding_bag, mesh=mesh, axes="data", implementation="hopper"))
+  np.testing.assert_allclose(run(bag, *place(mesh, "data", *arrays)), shard_by_shard(*arrays), rtol=1e-5, atol=1e-5)
+
+
+def test_a_direct_call_with_sharded_bags_names_the_wrapper():
+  placed = place(mesh_of(8), "data", np.zeros((V, D), np.float32), np.zeros(8, np.int32), np.arange(8, dtype=np.int32))
+  for call in (embedding.bag, jax.jit(embedding.bag)):
+    with pytest.raises(
+      ValueError, match=r"ids is sharded over devices as .*call pallas_kernels\.sharding\.embedding_bag"
+    ):
+      call(*placed)
+
+
+class TestRefusals:
+  def test_a_sharded_table(self):
+    mesh = mesh_of(2)
+    table_VD, *rows = draw(2)
+    sharded_VD = jax.device_put(table_VD, NamedSharding(mesh, P("data")))
+    with pytest.raises(ValueError, match=r"table_VD is sharded as .*; replicate it"):
+      sharding.embedding_bag(sharded_VD, *place(mesh, "data", table_VD, *rows)[1:], mesh=mesh, axes="data")
+
+  def test_another_number_of_shards_than_devices(self):
+    with pytest.raises(ValueError, match=r"ids_ST must be \[8, \.\.\.\], .*\('data',\), got shape \(4, 10\)"):
+      sharding.embedding_bag(*draw(4), mesh=mesh_of(8), axes="data")
+
+  def test_an_axis_that_the_mesh_does_not_have(self):
+    with pytest.raises(ValueError, match=r"axes \['model'\] are not among the axes \('data',\)"):
+      sharding.embedding_bag(*draw(8), mesh=mesh_of(8), axes=("data", "model"))
+
+  def test_offsets_of_one_shard_that_decrease(self):
+    table_VD, ids_ST, offsets_SB, weights_ST = draw(8)
+    offsets_SB[3] = 0, 4, 3, 5
+    placed = place(mesh_of(8), "data", table_VD, ids_ST, offsets_SB, weights_ST)
+    with pytest.raises(ValueError, match=r"offsets_SB\[3\]\[2\] = 3 is below offsets_SB\[3\]\[1\] = 4"):
+      sharding.embedding_bag(*placed, mesh=mesh_of(8), axes="data")

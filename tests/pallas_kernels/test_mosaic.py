@@ -1,0 +1,116 @@
+"""The shims of mosaic.py against plain arithmetic, and its refusals."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import compile_check, mosaic
+
+M, N, K, STEPS = 64, 128, 64, 2
+
+
+def product(acc_MN, a_MK, b_KN, *, registers, interpret=False):
+  """acc + a @ b through one pair of buffers that is refilled for each step, so a missing fence shows."""
+
+  def body(acc_ref, a_ref, b_ref, out_ref, a_smem, b_smem, arrived):
+    acc = plgpu.load(acc_ref, layout=plgpu.Layout.WGMMA, optimized=False)
+    for step in range(STEPS):
+      part = pl.ds(step * K, K)
+      plgpu.copy_gmem_to_smem(a_ref.at[:, part], a_smem, arrived)
+      plgpu.copy_gmem_to_smem(b_ref.at[part], b_smem, arrived)
+      plgpu.barrier_wait(arrived)
+      a = plgpu.load(a_smem, layout=plgpu.Layout.WGMMA, optimized=False) if registers else a_smem
+      acc = mosaic.mma(acc, a, b_smem, interpret=interpret)
+    out_ref[...] = acc
+
+  tiles = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+  return mosaic.kernel(
+    body,
+    out_type=jax.ShapeDtypeStruct((M, N), jnp.float32),
+    interpret=interpret,
+    scratch_types=[
+      plgpu.SMEM((M, K), a_MK.dtype, transforms=tiles),
+      plgpu.SMEM((K, N), b_KN.dtype, transforms=tiles),
+      plgpu.Barrier(num_arrivals=2),
+    ],
+    kernel_name="mma",
+  )(acc_MN, a_MK, b_KN)
+
+
+def operands():
+  rng = np.random.default_rng(0)
+  acc_MN = 100 * rng.normal(size=(M, N)).astype(np.float32)  # large: a lost start value cannot hide
+  a_MK, b_KN = rng.normal(size=(M, K * STEPS)), rng.normal(size=(K * STEPS, N))
+  return jnp.asarray(acc_MN), jnp.asarray(a_MK, jnp.bfloat16), jnp.asarray(b_KN, jnp.bfloat16)
+
+
+def expected(acc_MN, a_MK, b_KN):
+  return np.float64(acc_MN) + np.asarray(a_MK, np.float64) @ np.asarray(b_KN, np.float64)
+
+
+@pytest.mark.parametrize("registers", [False, True], ids=["a_in_smem", "a_in_registers"])
+class TestMma:
+  def test_adds_the_product_to_what_was_there(self, run, registers):
+    y_MN = run(functools.partial(product, registers=registers, interpret=True), *operands())
+    np.testing.assert_allclose(y_MN, expected(*operands()), atol=1e-4)
+
+  def test_lowers_for_cuda(self, registers):
+    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands())
+    case = compile_check.Case(functools.partial(product, registers=registers), shapes)
+    assert len(compile_check.kernel_modules(compile_check.lower(case))) == 1
+
+  @pytest.mark.gpu
+  def test_adds_the_product_on_the_gpu(self, hopper, run, registers):
+    y_MN = run(jax.jit(functools.partial(product, registers=registers)), *operands())
+    np.testing.assert_allclose(y_MN, expected(*operands()), atol=1e-4)
+
+
+def test_a_missing_fence_is_reported_as_a_race(monkeypatch):
+  monkeypatch.setattr(plgpu, "commit_smem", lambda: None)
+  with pytest.raises(AssertionError, match="data race"), mosaic.no_races():
+    jax.block_until_ready(product(*operands(), registers=False, interpret=True))
+
+
+def test_the_interpreter_is_usable_after_an_exception(run):
+  with pytest.raises(ZeroDivisionError), mosaic.no_races():
+    raise ZeroDivisionError
+  run(functools.partial(product, registers=False, interpret=True), *operands())
+
+
+def test_scratch_is_nan_before_it_is_written():
+  def body(out_ref, scratch):
+    out_ref[...] = scratch[...]
+
+  read = mosaic.kernel(
+    body,
+    out_type=jax.ShapeDtypeStruct((128,), jnp.float32),
+    interpret=True,
+    scratch_types=[plgpu.SMEM((128,), jnp.float32)],
+  )
+  assert np.isnan(read()).all()
+
+
+def test_too_much_shared_memory_is_refused_with_both_numbers():
+  mosaic.check_smem("fits", 232448)
+  with pytest.raises(ValueError, match=r"Config\(tile=512\) needs 232449 bytes .* has 232448; use smaller tiles"):
+    mosaic.check_smem("Config(tile=512)", 232449)
+
+
+def test_a_machine_without_the_gpu_says_what_it_has(monkeypatch):
+  class Device:
+    platform, device_kind, compute_capability = "gpu", "NVIDIA A100", "8.0"
+
+  monkeypatch.setattr(mosaic, "_device", Device)
+  assert mosaic.missing_hopper() == "it needs a GPU of compute capability 9.0, 'NVIDIA A100' has 8.0"
+  with pytest.raises(RuntimeError, match=r"num_sms: .* 'NVIDIA A100' has 8\.0"):
+    mosaic.num_sms()
+
+
+@pytest.mark.gpu
+def test_the_gpu_has_the_sms_of_a_hopper(hopper):
+  assert 100 <= mosaic.num_sms() <= 144
