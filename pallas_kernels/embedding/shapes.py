@@ -52,7 +52,6 @@ BENCHMARK = {
 # Small enough for the interpreter; the widths take every load width and a second block of columns.
 TEST = {
   "one_block": BagShape(V=11, D=128, B=5, mean_length=4),
-  "two_blocks": BagShape(V=7, D=256, B=3, mean_length=3),
   "wide_fp32": BagShape(V=7, D=1024, B=3, mean_length=3),
   "wide_bf16": BagShape(V=7, D=1024, B=3, mean_length=3, dtype=jnp.bfloat16),
   "odd_blocks_bf16": BagShape(V=7, D=384, B=3, mean_length=3, dtype=jnp.bfloat16),

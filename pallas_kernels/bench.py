@@ -1,0 +1,96 @@
+"""Timing on the device, ceilings of the device, and the record of a benchmark run.
+
+A record is a folder: `config.json` (what was asked), `env.json` (where it ran), `metrics.jsonl` (one object a case).
+Tables are pure functions of such folders.
+"""
+
+import collections.abc
+import json
+import pathlib
+import platform
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Timing = dict[str, float]
+
+
+def device_time(function: collections.abc.Callable, *args, samples: int = 15, seconds: float = 0.01) -> Timing:
+  """Returns median, p10 and p90 of the milliseconds of one call.
+
+  Calls are queued, as many as fill `seconds`, and waited for once: the host stays ahead of the device, so what is timed
+  is the device, as long as a call lasts longer than its dispatch (some 20 us).
+  """
+  call = jax.jit(function)
+
+  def queue(calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+      result = call(*args)
+    jax.block_until_ready(result)
+    return time.perf_counter() - start
+
+  queue(3)  # compiles, loads the module, fills the allocator
+  calls = max(1, int(seconds / (queue(5) / 5)))
+  milliseconds = [1e3 * queue(calls) / calls for _ in range(samples)]
+  p10, median, p90 = np.percentile(milliseconds, [10, 50, 90])
+  return {"ms": float(median), "ms_p10": float(p10), "ms_p90": float(p90)}
+
+
+def ceilings(copy_bytes: int = 1 << 30, matmul_size: int = 8192) -> dict[str, float]:
+  """Returns what this device gives today, on random data: bytes/s of a copy (read + write), flop/s of bf16 matmul."""
+  key = jax.random.key(0)
+  x_L = jax.random.normal(key, (copy_bytes // 4,), jnp.float32)
+  a_MK = jax.random.normal(key, (matmul_size, matmul_size), jnp.bfloat16)
+  # A bare copy could be elided; a multiplication costs nothing beside the traffic.
+  copy = device_time(lambda x: x * 1.5, x_L)
+  matmul = device_time(lambda a: a @ a.T, a_MK)
+  return {
+    "copy_bytes_per_s": 2 * x_L.nbytes / (1e-3 * copy["ms"]),
+    "matmul_flop_per_s": 2 * matmul_size**3 / (1e-3 * matmul["ms"]),
+  }
+
+
+def environment() -> dict:
+  """Returns versions, device, commit and command."""
+  device = jax.devices()[0]
+  commit = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True)
+  return {
+    "versions": {"python": platform.python_version(), "jax": jax.__version__, "numpy": np.__version__},
+    "device": {"kind": device.device_kind, "platform": device.platform, "count": jax.device_count()},
+    "git_commit": commit.stdout.strip() or None,
+    "command": sys.argv,
+    "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+  }
+
+
+class Record:
+  """Writes the folder of one run, a case at a time, so that a run that dies leaves what it had."""
+
+  def __init__(self, folder: str | pathlib.Path, config: dict):
+    self.folder = pathlib.Path(folder)
+    if (self.folder / "metrics.jsonl").exists():
+      raise FileExistsError(f"{self.folder} already holds a record; name another folder, records are not overwritten")
+    self.folder.mkdir(parents=True, exist_ok=True)
+    for name, content in (("config.json", config), ("env.json", environment())):
+      (self.folder / name).write_text(json.dumps(content, indent=2) + "\n")
+
+  def add(self, case: dict) -> None:
+    """Appends one case."""
+    with (self.folder / "metrics.jsonl").open("a") as file:
+      file.write(json.dumps(case) + "\n")
+
+
+def load_cases(folder: str | pathlib.Path) -> list[dict]:
+  """Returns the cases of a record."""
+  return [json.loads(line) for line in (pathlib.Path(folder) / "metrics.jsonl").read_text().splitlines()]
+
+
+def markdown_table(header: list[str], rows: list[list[str]]) -> str:
+  """Returns a table with its first column to the left and all others to the right."""
+  lines = [header, ["---"] + ["--:"] * (len(header) - 1), *rows]
+  return "".join(f"| {' | '.join(line)} |\n" for line in lines)

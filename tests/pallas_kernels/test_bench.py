@@ -1,0 +1,113 @@
+"""The benchmark frame, rehearsed on CPU: what it writes, what it refuses. Times mean nothing here."""
+
+import json
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import bench_kernels
+from pallas_kernels import bench, mosaic
+from pallas_kernels.embedding import bag_hopper, shapes
+
+
+@pytest.fixture
+def rehearsal(monkeypatch):
+  """Replaces what would take minutes on a CPU: the shapes, and every measurement."""
+  timing = {"ms": 0.5, "ms_p10": 0.4, "ms_p90": 0.6}
+  monkeypatch.setattr(shapes, "BENCHMARK", {"tiny": shapes.TEST["one_block"]})
+  monkeypatch.setattr(bench, "ceilings", lambda: {"copy_bytes_per_s": 4e12, "matmul_flop_per_s": 7e14})
+  monkeypatch.setattr(bench, "device_time", lambda function, *args: timing)
+
+
+def test_a_run_leaves_a_record_and_its_table(tmp_path, rehearsal):
+  text = bench_kernels.run(str(tmp_path / "record"), interpret=True)
+  assert {p.name for p in (tmp_path / "record").iterdir()} == {"config.json", "env.json", "metrics.jsonl", "table.md"}
+  (case,) = bench.load_cases(tmp_path / "record")
+  assert case["relative_error"] < 1e-5
+  assert json.loads((tmp_path / "record" / "env.json").read_text())["device"]["kind"]
+  assert text == (tmp_path / "record" / "table.md").read_text() == bench_kernels.table([case])
+
+
+def test_a_record_is_not_overwritten(tmp_path):
+  bench.Record(tmp_path, {}).add({"name": "first"})
+  with pytest.raises(FileExistsError, match="already holds a record; name another folder"):
+    bench.Record(tmp_path, {})
+  assert bench.load_cases(tmp_path) == [{"name": "first"}]
+
+
+def test_a_name_that_matches_nothing_is_refused(tmp_path):
+  with pytest.raises(ValueError, match=r"--only=nope matches none of \['fp32_uniform'"):
+    bench_kernels.run(str(tmp_path), only="nope")
+
+
+def test_a_sweep_times_only_legal_configs_and_starts_with_the_default():
+  for shape in shapes.BENCHMARK.values():
+    configs = bench_kernels.configs_to_time(shape, sweep=True)
+    assert configs[0] == bag_hopper.Config.for_width(shape.D, shape.dtype)
+    assert len(set(configs)) == len(configs) > 3
+    assert all(shape.D % c.block_d == 0 for c in configs)
+
+
+def test_ceilings_are_rates_of_both_units():
+  found = bench.ceilings(copy_bytes=1 << 16, matmul_size=64)
+  assert found.keys() == {"copy_bytes_per_s", "matmul_flop_per_s"}
+  assert min(found.values()) > 1e6
+
+
+def test_every_column_of_the_table_has_its_header():
+  case = {
+    "name": "a",
+    "shape": dict(V=8, D=128, B=2, T=6),
+    "ids": "uniform",
+    "config": dict(block_d=128, rows_in_flight=8),
+  }
+  case |= dict(ms=0.5, ms_p10=0.4, ms_p90=0.6, traffic_bytes=10**9, xla_ms=1.5, distinct_ms=0.1, traffic_ms=0.25)
+  lines = bench_kernels.table([case | dict(copy_bytes_per_s=4e12, matmul_flop_per_s=7e14)]).splitlines()
+  assert len({line.count("|") for line in lines[:3]}) == 1
+  assert "| 0.500 (0.400 - 0.600) | 2.00 | 1.500 | 3.00x | 0.100 ms (20 %) | 0.250 ms (50 %) |" in lines[2]
+  assert "copy 4.00 TB/s (read + write), bf16 matmul 700 TFLOP/s" in lines[4]
+
+
+def test_bytes_count_repeated_rows_once_and_each_time():
+  shape = shapes.BagShape(V=8, D=128, B=2, mean_length=3)
+  rest = 4 * 6 + 4 * 3 + 2 * 512  # ids, offsets, result
+  moved = bench_kernels.bytes_moved(shape, np.asarray([1, 1, 1, 2, 2, 3]))
+  assert moved == {"distinct_bytes": rest + 3 * 512, "traffic_bytes": rest + 6 * 512}
+
+
+def test_a_wrong_kernel_is_not_timed():
+  right = jnp.ones((2, 128))
+  with pytest.raises(AssertionError, match=r"case: relative error 1\.00e\+00 against the reference, 1e-05 allowed"):
+    bench_kernels.check(2 * right, right, "case")
+  with pytest.raises(AssertionError, match="relative error nan"):
+    bench_kernels.check(np.nan * right, right, "case")
+
+
+def test_a_machine_without_the_gpu_gets_no_times(monkeypatch):
+  monkeypatch.setattr(mosaic, "missing_hopper", lambda: "it needs another device")
+  with pytest.raises(SystemExit, match="it needs another device; no times were taken"):
+    bench_kernels.main(["bench_kernels"])
+
+
+def test_quantiles_are_ordered_and_in_milliseconds():
+  timing = bench.device_time(lambda x: x + 1, jnp.zeros(8), samples=5, seconds=1e-3)
+  assert 0 < timing["ms_p10"] <= timing["ms"] <= timing["ms_p90"] < 1000
+
+
+def test_drawn_ids_and_offsets_are_legal_and_uneven():
+  for shape in (shapes.BENCHMARK["fp32_uniform"], shapes.BENCHMARK["fp32_zipf"]):
+    ids, offsets = shape.draw_ids(np.random.default_rng(0)), shape.draw_offsets(np.random.default_rng(0))
+    assert ids.dtype == offsets.dtype == np.int32
+    assert ids.shape == (shape.T,)
+    assert 0 <= ids.min() <= ids.max() < shape.V
+    assert (offsets[0], offsets[-1], len(offsets)) == (0, shape.T, shape.B + 1)
+    assert np.diff(offsets).min() == 0
+    assert np.diff(offsets).max() > 5 * shape.mean_length
+  top = np.sort(np.bincount(ids))[::-1]
+  assert top[0] / len(ids) == pytest.approx(np.log(2) / np.log(shape.V + 1), rel=0.1)
+
+
+def test_markdown_columns_line_up():
+  assert re.fullmatch(r"\| a \| b \|\n\| --- \| --: \|\n\| 1 \| 2 \|\n", bench.markdown_table(["a", "b"], [["1", "2"]]))
