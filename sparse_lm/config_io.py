@@ -10,7 +10,7 @@ import difflib
 import json
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sparse_lm.errors import UserError
@@ -74,6 +74,21 @@ def from_dict[ConfigT](config_class: type[ConfigT], values: Any, prefix: str = "
     else:
       arguments[name] = _typed(prefix + name, value, annotation)
   return config_class(**arguments)
+
+
+def overlay[ConfigT](config: ConfigT, changes: Mapping[str, Any]) -> ConfigT:
+  """Returns a copy with some fields changed, named from the top: `{"model.num_layers": 2}`.
+
+  Raises:
+    UserError: for a field that the config does not have, or a value that its annotation does not allow.
+  """
+  copy = from_dict(type(config), to_dict(config))
+  known = {field.name: field for field in fields(copy)}
+  for name, value in changes.items():
+    if name not in known:
+      raise UserError(f"{name} {unknown(name, list(known))}")
+    setattr(known[name].section, known[name].last, _typed(name, value, known[name].annotation))
+  return copy
 
 
 def check_types(config: Any, prefix: str = "") -> None:
@@ -159,9 +174,11 @@ def nearest(name: str, known: Sequence[str]) -> str | None:
   """Returns the known name that a misspelt or misplaced one most likely stands for."""
   section, _, last = name.rpartition(".")
   in_other_sections = [other for other in known if other.rpartition(".")[2] == last.lstrip("-")]
-  in_this_section = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == section}
-  misspelt = [in_this_section[other] for other in difflib.get_close_matches(last, in_this_section, n=1)]
-  return next(iter(in_other_sections + misspelt + difflib.get_close_matches(name, known, n=1, cutoff=0.8)), None)
+  siblings = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == section}
+  # A long section makes any two of its names look alike, so these are compared by their last part.
+  misspelt = [siblings[other] for other in difflib.get_close_matches(last, siblings, n=1)]
+  misspelt_section = [] if siblings else difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+  return next(iter(in_other_sections + misspelt + misspelt_section), None)
 
 
 def _typed(name: str, value: Any, annotation: Any) -> Any:

@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from absl import app, flags
+from absl import app, flags, logging
 
 from sparse_lm import config_io
 from sparse_lm.errors import EXIT_SAVE_FAILED, EXIT_USER_ERROR, UserError
@@ -119,8 +119,15 @@ def _run(main: Callable[[list[str]], int | None], parse: Callable[[list[str]], l
     nnx.set_graph_updates(False)
     return main(argv)
 
+  def parse_with_quiet_default(argv: list[str]) -> list[str]:
+    arguments = parse(argv)
+    # Orbax says a page for every checkpoint. Set here, for absl puts INFO next where no --verbosity was given.
+    if flags.FLAGS["verbosity"].using_default_value:
+      flags.FLAGS.verbosity = logging.WARNING
+    return arguments
+
   with _errors_in_one_line():
-    app.run(main_in_tree_mode, flags_parser=parse)
+    app.run(main_in_tree_mode, flags_parser=parse_with_quiet_default)
 
 
 @contextlib.contextmanager
@@ -159,7 +166,6 @@ def _config_argument(argv: list[str], default: str | None) -> str | None:
   """Returns the last value of `--config`, in either spelling, wherever it stands."""
   only_config = flags.FlagValues()
   flags.DEFINE_string("config", default, "", only_config)
-  only_config.set_gnu_getopt()  # do not stop at the 4 of `--config.model.num_layers 4`
   try:
     only_config(argv, known_only=True)
   except flags.Error as error:

@@ -118,3 +118,26 @@ def test_a_field_or_section_of_one_side_only_differs_from_absent():
     ("s.b", None, config_io.ABSENT),
     ("t", config_io.ABSENT, {"c": 2}),
   ]
+
+
+def test_an_overlay_changes_a_copy_and_only_the_named_fields():
+  config = LmConfig()
+  changed = config_io.overlay(config, {"model.num_layers": 2, "sparsity.target_l0": 29})
+  assert config == LmConfig()
+  assert config_io.differences(config_io.to_dict(config), config_io.to_dict(changed)) == [
+    ("model.num_layers", 4, 2),
+    ("sparsity.target_l0", None, 29.0),
+  ]
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"model.num_layer": 2}, r"^model\.num_layer is unknown; did you mean model\.num_layers\? model has vocab_size"),
+    ({"model": {}}, r"^model is unknown; the config has model, "),
+    ({"model.num_layers": 2.5}, r"^model\.num_layers=2\.5 must be a whole number$"),
+  ],
+)
+def test_an_overlay_of_an_unknown_field_or_another_type_is_refused(changes, message):
+  with pytest.raises(UserError, match=message):
+    config_io.overlay(LmConfig(), changes)

@@ -35,6 +35,7 @@ class Section:
   loud: bool = True
   sizes: tuple[int, ...] = (1, 2)
   mode: Literal["fast", "exact"] = "exact"
+  level: Literal[1, 2] = 2
 
 
 @dataclasses.dataclass
@@ -107,6 +108,7 @@ def message(call, *arguments):
     ("sizes=7", (7,)),
     ("sizes=()", ()),
     ("mode=fast", "fast"),
+    ("level=1", 1),
   ],
 )
 def test_a_value_arrives_in_the_type_of_its_field(tmp_path, argument, value):
@@ -131,6 +133,7 @@ def test_a_value_arrives_in_the_type_of_its_field(tmp_path, argument, value):
     ("quiet=2", "true or false"),
     ("sizes=1,2.5", "a list, each item a whole number"),
     ("mode=slow", "one of fast, exact"),
+    ("level=3", "one of 1, 2"),
   ],
 )
 def test_an_ill_typed_value_is_refused_with_what_is_allowed(tmp_path, argument, allowed):
@@ -170,11 +173,11 @@ def test_text_after_a_colon_goes_to_get_config(tmp_path):
     tmp_path,
     """
     from sparse_lm.config import LmConfig
-    def get_config(seed):
-      return LmConfig(seed=int(seed))
+    def get_config(text):
+      return LmConfig(seed=len(text))
     """,
   )
-  assert parse(f"--config={path}:7").seed == 7
+  assert parse(f"--config={path}:a:bc").seed == 4
 
 
 @pytest.mark.parametrize(
@@ -192,6 +195,7 @@ def test_text_after_a_colon_goes_to_get_config(tmp_path):
     ),
     ("--config.sede=4", r"did you mean --config\.seed\? --config has model, precision, sparsity, .*, seed$"),
     ("--config.model.zzz=4", r"^--config\.model\.zzz is unknown; --config\.model has vocab_size"),
+    ("--config.parallel.zzz=4", r"^--config\.parallel\.zzz is unknown; --config\.parallel has data, fsdp"),
     ("--config.seed.x=4", r"^--config\.seed\.x is unknown; did you mean --config\.seed\? --config has model"),
     ("--config.model=3", r"^--config\.model is a section; set its fields, such as --config\.model\.vocab_size="),
     ("--noconfig.model", r"^--noconfig\.model is a section"),
@@ -295,11 +299,11 @@ def test_a_config_file_that_changes_within_a_second_is_read_anew(tmp_path):
 
 PROGRAM = """
   '''A program.'''
-  import errno, os, signal, sys
+  import errno
   from absl import flags
   from sparse_lm import errors
   from sparse_lm.config import LmConfig
-  from sparse_lm.flags import run, run_with_config
+  from sparse_lm.flags import run_with_config
 
   flags.DEFINE_string("workdir", None, "folder of the run", required=True)
 
@@ -309,6 +313,16 @@ PROGRAM = """
 
   if __name__ == "__main__":
     run_with_config(main, LmConfig)
+"""
+
+WITHOUT_CONFIG = """
+  from absl import flags
+  from sparse_lm.flags import run
+
+  workdir = flags.DEFINE_string("workdir", None, "folder of the run")
+
+  if __name__ == "__main__":
+    run(lambda argv: print(argv[1:], workdir.value))
 """
 
 
@@ -328,11 +342,11 @@ def program(tmp_path):
     """)
   )
 
-  def run_program(body, *arguments):
+  def run_program(body, *more, program_text=PROGRAM, arguments=(f"--config={TINY}", "--workdir=x")):
     path = tmp_path / "program.py"
-    path.write_text(textwrap.dedent(PROGRAM).format(body=body))
+    path.write_text(textwrap.dedent(program_text).format(body=body))
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    command = [sys.executable, str(path), f"--config={TINY}", "--workdir=x", *arguments]
+    command = [sys.executable, str(path), *arguments, *more]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
   return run_program
@@ -360,11 +374,23 @@ def test_a_program_exits_with_one_line_and_the_code_of_its_error(program, body, 
   assert (result.returncode, result.stderr) == (code, said)
 
 
+def test_a_program_without_a_config_gets_the_arguments_that_are_no_flags(program):
+  result = program("", program_text=WITHOUT_CONFIG, arguments=["a", "--workdir=x", "b"])
+  assert (result.returncode, result.stdout, result.stderr) == (0, "['a', 'b'] x\n", "")
+
+
 def test_a_fault_of_ours_keeps_its_traceback(program):
   result = program("raise KeyError('fault')")
   assert result.returncode == 1
   assert "Traceback" in result.stderr
   assert "KeyError: 'fault'" in result.stderr
+
+
+def test_libraries_are_quiet_up_to_warnings_unless_verbosity_is_asked_for(program):
+  body = "from absl import logging; logging.info('a detail'); logging.warning('a warning')"
+  quiet, verbose = program(body), program(body, "--verbosity=0")
+  assert ("a detail" in quiet.stderr, "a warning" in quiet.stderr) == (False, True)
+  assert ("a detail" in verbose.stderr, "a warning" in verbose.stderr) == (True, True)
 
 
 def test_a_wrong_flag_is_one_line_and_main_does_not_run(program):
