@@ -37,7 +37,7 @@ class Corpus:
     return int(np.count_nonzero(self._mask_N(part)))
 
   def part_hash(self, part: Part) -> str:
-    """Hash of what `texts(part)` yields."""
+    """Hash of all texts and of which are on that side, hence of what `texts(part)` yields."""
     return hashlib.sha256(self.content_hash.encode() + self._mask_N(part).tobytes()).hexdigest()
 
   def texts(self, part: Part) -> Iterator[str]:
@@ -59,7 +59,10 @@ class Corpus:
 
 
 def read_corpus(config: DataConfig, report: Report) -> Corpus:
-  """Reads and hashes everything: about a second for 300 MB, each start, which is what noticing a changed file costs."""
+  """Reads and hashes everything, at every start: 250 MB/s of .txt, 100 MB/s of .jsonl on a core of 2026.
+
+  It is the price of noticing a changed file; names, sizes and dates do not tell.
+  """
   content, split_keys, num_bytes = hashlib.sha256(), bytearray(), 0
   for text in reported((text for _, text in documents(config)), "reading", report):
     raw = text.encode()

@@ -43,8 +43,7 @@ def open_dataset(config: LmConfig, *, report: Report) -> Dataset:
   if config.data.validation_fraction > 0:
     validation = _open_blocks("validation", config, corpus, tokenizer, report)
   layout = {
-    "training": corpus.part_hash("training"),
-    "validation": corpus.part_hash("validation"),
+    "texts_and_split": corpus.part_hash("validation"),
     "tokenizer": tokenizer.fingerprint,
     "block_length": config.model.context_length,
     "document_mask": config.data.document_mask,
