@@ -123,7 +123,7 @@ def _run(main: Callable[[list[str]], int | None], parse: Callable[[list[str]], l
     arguments = parse(argv)
     # Orbax says a page for every checkpoint. Set here, for absl puts INFO next where no --verbosity was given.
     if flags.FLAGS["verbosity"].using_default_value:
-      flags.FLAGS.verbosity = logging.WARNING
+      logging.set_verbosity(logging.WARNING)
     return arguments
 
   with _errors_in_one_line():
