@@ -64,9 +64,10 @@ def _kernel(table_ref, ids_ref, offsets_ref, *rest, config: Config, mode: Mode):
   *weights_ref, out_ref = rest
   (num_rows, _), (num_tokens,) = table_ref.shape, ids_ref.shape
   bag, columns = lax.axis_index("bag"), pl.ds(lax.axis_index("column") * config.block_d, config.block_d)
-  # Offsets that were traced are unchecked: whatever they hold, the reads stay inside the ids.
+  # Offsets that were traced are unchecked: whatever they hold, the reads stay inside the ids. (The interpreter shows a
+  # read past the end, but takes a negative place for one counted from the end; the last max keeps those out.)
   first, end = jnp.maximum(offsets_ref[bag], 0), jnp.minimum(offsets_ref[bag + 1], num_tokens)
-  length, group = end - first, config.rows_in_flight
+  length, group = jnp.maximum(end - first, 0), config.rows_in_flight
 
   vector = min(config.block_d // mosaic.LANES, _LOAD_BYTES // table_ref.dtype.itemsize)
   layout = plgpu.Layout.WG_STRIDED((config.block_d,), vec_size=vector)
