@@ -4,6 +4,7 @@ Dimension key: B batch, L length, D model width, H query heads, G key-value head
 """
 
 import functools
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,9 @@ def rotate(x_BLHK: jax.Array, angles: jax.Array) -> jax.Array:
   return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BLHK.dtype)
 
 
-def attend(q_BLHK, k_BLGK, v_BLGK, segments_BL, *, implementation: str, precision) -> jax.Array:
+def attend(
+  q_BLHK, k_BLGK, v_BLGK, segments_BL, *, implementation: Literal["xla", "cudnn"], precision: jax.lax.Precision
+) -> jax.Array:
   """softmax(q k^T / sqrt(K)) v over earlier tokens of the same segment; segments None: over all earlier tokens."""
   same_document = None if segments_BL is None else segments_BL[:, None, :, None] == segments_BL[:, None, None, :]
   with jax.default_matmul_precision(precision.name.lower() if precision != jax.lax.Precision.DEFAULT else None):
@@ -38,7 +41,7 @@ def attend(q_BLHK, k_BLGK, v_BLGK, segments_BL, *, implementation: str, precisio
 
 
 class Attention(nnx.Module):
-  """Projections and the attention between them. Weights: one row of D for each output, as Llama checkpoints store them."""
+  """Projections and the attention between them. A weight holds one row of D for each output, as Llama checkpoints do."""
 
   def __init__(self, config: ModelConfig, recipe: Recipe, *, rngs: nnx.Rngs):
     normal = functools.partial(nnx.initializers.normal(config.init_std), dtype=jnp.float32)
@@ -59,10 +62,8 @@ class Attention(nnx.Module):
 
   def attend(self, q_BLHK, k_BLGK, v_BLGK, segments_BL: jax.Array | None) -> jax.Array:
     """The weighted mean of values. cuDNN's kernel is opaque to the partitioner, so each device takes its own rows."""
-    implementation = self.implementation
-    if implementation == "auto":
-      on_gpu = jax.default_backend() == "gpu" and q_BLHK.dtype == jnp.bfloat16
-      implementation = "cudnn" if on_gpu else "xla"
+    cudnn = jax.default_backend() == "gpu" and q_BLHK.dtype == jnp.bfloat16
+    implementation = ("cudnn" if cudnn else "xla") if self.implementation == "auto" else self.implementation
     attend_ = functools.partial(attend, implementation=implementation, precision=self.recipe.matmul_precision)
     if segments_BL is None:
       return sharding.per_device_batch(functools.partial(attend_, segments_BL=None))(q_BLHK, k_BLGK, v_BLGK)

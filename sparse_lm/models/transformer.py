@@ -1,7 +1,7 @@
 """Llama-like decoder ("Transformer++" of the TwELL paper, table 2): pre-norm blocks, scanned over layers.
 
-Dimension key: B batch, L length, D model width, F hidden neurons, V vocabulary. The stacked parameters of all blocks carry
-one more axis in front, the layer.
+Dimension key: B batch, L length, D model width, F hidden neurons, V vocabulary. The stacked parameters of all blocks
+carry one more axis in front, the layer.
 """
 
 import functools
@@ -24,12 +24,13 @@ def _remat(policy: str) -> tuple[Callable, Callable]:
   """(wrapper of the whole block, wrapper of its parts around attention) for a named rematerialisation policy."""
   keep_dots = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
   identity = lambda f: f
-  return {
+  wrappers: dict[str, tuple[Callable, Callable]] = {
     "none": (identity, identity),  # keeps whatever the backward pass reads
     "full": (jax.checkpoint, identity),  # keeps the block's input only
     "dots": (keep_dots, identity),  # keeps results of projections, recomputes elementwise work and attention
     "dots_and_attention": (identity, keep_dots),  # keeps what attention's own backward wants as well
-  }[policy]
+  }
+  return wrappers[policy]
 
 
 class Block(nnx.Module):
@@ -102,6 +103,6 @@ class Transformer(nnx.Module):
 
 
 def embed(table_VD: jax.Array, tokens_BL: jax.Array, recipe: Recipe) -> jax.Array:
-  """Rows of the table, in the compute dtype. An id outside the table gives NaN, which stops a run; never another row."""
+  """Rows of the table, in the compute dtype. An id outside the table gives NaN, which stops a run, not another row."""
   table_VD = sharding.gather(table_VD.astype(recipe.compute_dtype))
   return table_VD.at[tokens_BL].get(mode="fill", fill_value=jnp.nan, out_sharding=sharding.activations(3))

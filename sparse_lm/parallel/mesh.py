@@ -1,4 +1,4 @@
-"""The device mesh of a run: axes `data` (copies of the weights) and `fsdp` (shares of each weight); both hold the batch."""
+"""The device mesh of a run: axes `data` (copies of the weights) and `fsdp` (shares of each weight) split the batch."""
 
 import jax
 from jax.sharding import Mesh

@@ -1,4 +1,4 @@
-"""The one projection of every model: `linear` decides how a master weight becomes an operand, and how it is multiplied."""
+"""The one projection of every model: how a master weight becomes an operand, and how it is multiplied."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or are not used: Orbax commits them atomically, a CRC-32 of every leaf proves their content.
+"""Checkpoints that are whole or not used: Orbax commits them atomically, a CRC-32 of every leaf proves their content.
 
 Orbax (0.12) makes a checkpoint visible only when it is complete, but loads a flipped byte without a word. So each save
 carries, in its metadata, the CRC-32 of every leaf and of the metadata itself; a load checks them and falls back to the

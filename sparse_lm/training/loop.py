@@ -1,8 +1,9 @@
 """Training a language model: set-up, the loop, and what happens at its end, wanted or not.
 
 Steps are dispatched ahead: the metrics of step n are read while step n + 1 runs, and the host is never more than
-`_STEPS_IN_FLIGHT` steps ahead. Everything that decides the next step is in the checkpoint (state, data position) or in the
-config, so the same command continues a run that was stopped, and reaches the same losses bit for bit on the same mesh.
+`_STEPS_IN_FLIGHT` steps ahead. Everything that decides the next step is in the checkpoint (state, data position) or in
+the config, so the same command continues a run that was stopped, and reaches the same losses bit for bit on the same
+mesh.
 """
 
 import collections
@@ -31,10 +32,19 @@ from sparse_lm.training.stop import StopSignal
 Json = dict[str, Any]
 _STEPS_IN_FLIGHT = 2
 
-# Fields that a resumed run may change: they decide where and how often, not what is computed. The contents behind a path
-# are compared by fingerprint.
-_FREE_FIELDS = ("parallel.", "checkpoint.", "training.log_every", "training.eval_", "training.tensorboard")
-_FREE_FIELDS += ("data.path", "data.tokenizer", "data.cache_dir", "data.loader")
+# Fields that a resumed run may change: they decide where and how often, not what is computed. What lies behind a path is
+# compared by fingerprint.
+_FREE_FIELDS = (
+  "parallel.",
+  "checkpoint.",
+  "training.log_every",
+  "training.eval_",
+  "training.tensorboard",
+  "data.path",
+  "data.tokenizer",
+  "data.cache_dir",
+  "data.loader",
+)
 
 
 def train(config: LmConfig, workdir: Path, *, progress: Progress | None = None) -> Json:
@@ -70,7 +80,7 @@ class _Run:
   def __init__(self, config: LmConfig, workdir: Path, mesh: Mesh, dataset: data.Dataset, progress: Progress):
     self.config, self.workdir, self.dataset, self.progress = config, workdir, dataset, progress
     self.mesh = mesh
-    self.identity = {
+    self.identity: Json = {
       "config": config_io.to_dict(config),
       "tokenizer": dataset.tokenizer.fingerprint,
       "dataset": dataset.fingerprint,
@@ -106,41 +116,38 @@ class _Run:
         self.progress.close()
 
   def _loop(self, state: TrainState, done: int, step: Callable, stop: StopSignal) -> Json:
-    training, every = self.config.training, self.config.checkpoint.every
-    unread: tuple[int, Json] | None = None
-    in_flight: collections.deque[jax.Array] = collections.deque()
+    training = self.config.training
+    unread: tuple[int, Json] | None = None  # a step and its metrics, still on the device
+    entry: Json = {}
     saved = done
+    in_flight: collections.deque[jax.Array] = collections.deque()
     self.meter.start(done)
     while done < training.steps and not stop.requested:
       batch = self._put(next(self.batches), micro_batches=training.accumulation_steps)
       with jax.profiler.StepTraceAnnotation("train", step_num=done + 1):
         state, metrics = step(state, batch)
       done += 1
-      if unread is not None:
-        entry = self._log(*unread)
-        unread = None
-      last = done == training.steps
-      evaluates = self.dataset.validation is not None and (done % training.eval_every == 0 or last)
-      if evaluates or last or done % training.log_every == 0:
-        unread = (done, metrics)
       in_flight.append(metrics["loss"])
       if len(in_flight) > _STEPS_IN_FLIGHT:
         in_flight.popleft().block_until_ready()
-      if evaluates:
-        entry = self._log(*unread, state)
-        unread = None
-      if done % every == 0 or last:
+
+      if unread is not None:
+        entry, unread = self._log(*unread), None
+      last = done == training.steps
+      if self.dataset.validation is not None and (last or done % training.eval_every == 0):
+        entry = self._log(done, metrics, state)
+      elif last or done % training.log_every == 0:
+        unread = done, metrics
+      if last or done % self.config.checkpoint.every == 0:
         self._save(state, done)
         saved = done
     if unread is not None:
       entry = self._log(*unread)
-    if stop.requested and done < training.steps:
+    if done < training.steps:
       if saved < done:
         self._save(state, done)
       self.saver.wait()
-      raise Preempted(
-        f"stopped by {stop.requested} after step {done} of {training.steps}; saved. The same command goes on"
-      )
+      raise Preempted(f"stopped by {stop.requested} after step {done} of {training.steps}; the same command goes on")
     self.saver.wait()
     return entry
 
@@ -148,7 +155,8 @@ class _Run:
     """From the newest whole checkpoint of this run, else from checkpoint.restore_path, else fresh."""
     directory = self.workdir / "checkpoints"
     init = jax.jit(lambda: init_state(self.config))
-    on_mesh = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, x.sharding.spec))
+    spec = lambda x: x.sharding.spec if x.sharding is not None else P()  # a scalar has no sharding yet
+    on_mesh = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec(x)))
     abstract = jax.tree.map(on_mesh, jax.eval_shape(init))
     loaded = checkpoint.load_latest(directory, abstract, self._refuse_other_run, self.progress.line)
     if loaded is not None:
@@ -174,9 +182,9 @@ class _Run:
   def _refuse_other_run(self, metadata: Json) -> None:
     if metadata["tokenizer"] != self.identity["tokenizer"]:
       raise UserError(
-        f"the checkpoints in {self.workdir} were trained with another tokenizer"
-        f" (fingerprint {metadata['tokenizer'][:12]}, now {self.identity['tokenizer'][:12]}); its vocabulary would be read"
-        " wrongly. Give that tokenizer as data.tokenizer, or another --workdir"
+        f"the checkpoints in {self.workdir} were trained with another tokenizer, or with this one on other data"
+        f" (fingerprint {metadata['tokenizer'][:12]}, now {self.identity['tokenizer'][:12]});"
+        " its vocabulary would be read wrongly. Give that tokenizer as data.tokenizer, or another --workdir"
       )
     _refuse_differences(self.workdir, metadata["config"], self.config)
     if metadata["dataset"] != self.identity["dataset"]:

@@ -1,12 +1,15 @@
-"""The objective: cross-entropy plus the L1 penalty on hidden activations.   Dimension key: B batch, L length, V vocabulary.
+"""The objective: cross-entropy plus the L1 penalty on hidden activations.
+
+Dimension key: B batch, L length, V vocabulary.
 
 Everything is a sum over tokens, divided by totals of the global batch, so that micro-batches and devices add up to what
 the whole batch would give.
 
-The penalty has three readings. The paper's equation 2 averages |h| over tokens and over hidden units; the authors' code sums
-over hidden units (a factor F, 5632 in the paper); and their trainer multiplies the term by batch / micro-batch of one device
-(64 in the paper's runs) because it adds it, unscaled, once for each micro-batch. `sparsity.l1_reduction` chooses between the
-first two and `sparsity.l1_multiplier` states the third, so a coefficient means the same on any number of devices.
+The penalty has three readings. The paper's equation 2 averages |h| over tokens and over hidden units; the authors' code
+sums over hidden units (a factor F, 5632 in the paper); and their trainer multiplies the term by batch / micro-batch of
+one device (64 in the paper's runs) because it adds it, unscaled, once for each micro-batch. `sparsity.l1_reduction`
+chooses between the first two and `sparsity.l1_multiplier` states the third, so a coefficient means the same on any
+number of devices.
 """
 
 import functools

@@ -1,15 +1,19 @@
 """Floating-point operations of a step, and the share of the hardware's peak that they reach.
 
-Counted by hand from the shapes, as if the FFN were dense: 2 operations a weight and token for every projection (the tied
-head once, the embedding look-up not at all), and for attention 4 H K operations for each of the (L + 1) / 2 keys that a
-token sees on average under the causal mask. The backward pass costs twice the forward; recomputation is not counted.
+Counted by hand from the shapes, as if the FFN were dense: 2 operations a weight and token for every projection (the
+tied head once, the embedding look-up not at all), and for attention 4 H K operations for each of the (L + 1) / 2 keys
+that a token sees on average under the causal mask. The backward pass costs twice the forward; recomputation is not
+counted.
 """
 
 import jax
 
 from sparse_lm.config import ModelConfig
 
-FORMULA = "MFU = 3 * tokens/s * (2 * projection weights + layers * 4 * model width * (context + 1) / 2) / (devices * peak FLOP/s)"
+FORMULA = (
+  "MFU = 3 * tokens/s * (2 * projection weights + 4 * layers * model width * (context + 1) / 2)"
+  " / (devices * peak FLOP/s)"
+)
 
 # Dense bf16 FLOP/s by the vendors' data sheets; matched as a prefix of the device's name.
 PEAK_FLOPS = {"NVIDIA H200": 989e12, "NVIDIA H100": 989e12, "NVIDIA A100": 312e12}

@@ -1,20 +1,17 @@
-"""One folder a run: config.json, env.json, metrics.jsonl (one object a logged step), and the lock that keeps a second run out."""
+"""One folder a run: config.json, env.json, metrics.jsonl (one object a logged step), and a lock against a second run."""
 
-import datetime
 import fcntl
 import importlib.metadata
 import json
 import math
 import os
-import platform
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from pallas_kernels import bench
 from sparse_lm.errors import UserError
 
 Json = dict[str, Any]
@@ -49,31 +46,10 @@ def lock(workdir: Path):
 
 def environment() -> Json:
   """What a reader needs to repeat a run or to trust its numbers."""
-  packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-  devices = jax.devices()
-  return {
-    "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    "command": " ".join([Path(sys.executable).name, *sys.argv]),
-    "python": platform.python_version(),
-    "versions": {name: importlib.metadata.version(name) for name in packages},
-    "device": devices[0].device_kind,
-    "num_devices": len(devices),
-    "num_processes": jax.process_count(),
-    "host_cores": os.cpu_count(),
-    "git_commit": _git_commit(),
-  }
-
-
-def _git_commit() -> str | None:
-  """Commit of the source tree, with a plus sign where it has changes; None outside a checkout."""
-  here = Path(__file__).parent
-  run = lambda *args: subprocess.run(
-    ["git", "-C", here, *args], capture_output=True, text=True, check=True
-  ).stdout.strip()
-  try:
-    return run("rev-parse", "HEAD") + ("+" if run("status", "--porcelain", "--untracked-files=no") else "")
-  except (OSError, subprocess.CalledProcessError):
-    return None
+  env = bench.environment()
+  for name in ("jaxlib", "flax", "optax", "orbax-checkpoint"):
+    env["versions"][name] = importlib.metadata.version(name)
+  return env | {"host_cores": os.cpu_count(), "processes": jax.process_count()}
 
 
 def write_json(path: Path, value: Any) -> None:

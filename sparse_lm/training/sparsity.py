@@ -1,4 +1,4 @@
-"""What steers sparsity during training: the coefficient's warm-up, the L0 controller, and the revival of dead neurons."""
+"""What steers sparsity during training: the coefficient's warm-up, the L0 controller, the revival of dead neurons."""
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ def control(log_coefficient: jax.Array, l0: jax.Array, ramp: jax.Array, target: 
 
 
 def revive_dead(model, active: jax.Array, key: jax.Array, config: LmConfig):
-  """Targeted re-initialisation (TwELL, appendix C.3): w <- (1 - rate) w + rate N(0, std^2) for gate rows of dead neurons.
+  """Targeted re-initialisation (TwELL, appendix C.3) of dead neurons' gate rows: w <- (1 - rate) w + rate N(0, std^2).
 
   Args:
     model: parameters after the optimiser's update.

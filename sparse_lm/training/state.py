@@ -114,7 +114,7 @@ def make_train_step(config: LmConfig) -> Callable:
 
     metrics = losses.summarize(sums, sizes)
     l1_loss = coefficient * scale * jnp.mean(metrics["l1_per_layer"])
-    loss, grad_norm = metrics["cross_entropy"] + l1_loss, optax.global_norm(grads)
+    loss, grad_norm = metrics["cross_entropy"] + l1_loss, optax.tree.norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     first_bad_step = jnp.where((state.first_bad_step < 0) & ~finite, state.step + 1, state.first_bad_step)
     metrics |= {

@@ -8,7 +8,7 @@ from typing import Any
 class StopSignal:
   """Listens while it is entered. A second signal acts as if nobody listened."""
 
-  def __init__(self):
+  def __init__(self) -> None:
     self.requested: str | None = None  # name of the signal that came
     self._before: dict[int, Any] = {}
 

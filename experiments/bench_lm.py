@@ -1,0 +1,255 @@
+"""Speed of language-model training: `python -m experiments.bench_lm --what=dense` on a GPU, `--what=loop` anywhere.
+
+dense: forward (backbone, no head), forward + backward, and the whole AdamW step of the paper's shapes, through the
+model code that training uses; float32 master weights, random tokens. loop: what the training loop costs beside the bare
+jitted step on the demo config, and the time to the first step. Both write a record and print it as a table.
+"""
+
+import io
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels import bench
+from sparse_lm import config_io
+from sparse_lm import flags as config_flags
+from sparse_lm.config import LmConfig
+from sparse_lm.errors import UserError
+from sparse_lm.parallel.mesh import make_mesh
+from sparse_lm.parallel.sharding import RULES
+from sparse_lm.training import mfu, recorder
+from sparse_lm.training.energy import energy_counter
+from sparse_lm.training.loop import train
+from sparse_lm.training.losses import objective, totals
+from sparse_lm.training.progress import Progress
+from sparse_lm.training.state import init_state, make_train_step
+
+_WHAT = flags.DEFINE_enum("what", None, ["dense", "loop"], "what to measure")
+_RECORD = flags.DEFINE_string("record", None, "new folder for config.json, env.json, metrics.jsonl, table.md")
+_MODELS = flags.DEFINE_list(
+  "models", ["paper_0_5b", "paper_1b", "paper_1_5b", "paper_2b"], "dense: files of configs/lm"
+)
+_REMAT = flags.DEFINE_list("remat", ["dots_and_attention"], "dense: rematerialisation policies of the training cases")
+_FORWARD_BATCH = flags.DEFINE_integer("forward_batch", 64, "dense: sequences of the forward pass")
+_TRAIN_BATCH = flags.DEFINE_list("train_batch", ["8"], "dense: sequences of a training step, one case each")
+_CALLS = flags.DEFINE_integer("calls", 5, "dense: calls in a queue; a time is that of a queue divided by its calls")
+_REPEATS = flags.DEFINE_integer("repeats", 5, "dense: queues, loop: pairs of runs; medians are reported")
+_STEPS = flags.DEFINE_integer("steps", 100, "loop: steps of a run")
+
+Json = dict[str, Any]
+
+
+def main(argv: list[str]) -> None:
+  """Measures, records, prints."""
+  del argv
+  if _WHAT.value is None or _RECORD.value is None:
+    raise UserError(
+      "--what=dense|loop and --record=FOLDER are needed; for example --what=loop --record=runs/bench_loop"
+    )
+  asked = {name: flags.FLAGS[name].value for name in ("what", "models", "remat", "forward_batch", "train_batch")}
+  asked |= {name: flags.FLAGS[name].value for name in ("calls", "repeats", "steps")}
+  try:
+    record = bench.Record(_RECORD.value, asked)
+  except FileExistsError as error:
+    raise UserError(str(error)) from None
+  cases, table = (dense_cases, dense_table) if _WHAT.value == "dense" else (loop_cases, loop_table)
+  for case in cases():
+    print(case, file=sys.stderr, flush=True)
+    record.add(case)
+  text = table(bench.load_cases(record.folder))
+  (record.folder / "table.md").write_text(text)
+  print(text)
+
+
+def dense_cases():
+  """Yields all measurements; a case that does not fit into memory says so instead of a time."""
+  for name in _MODELS.value:
+    base = config_flags.load_config(f"configs/lm/{name}.py", LmConfig)
+    cases = [("forward", _FORWARD_BATCH.value, "none")]
+    for remat in _REMAT.value:
+      for sequences in map(int, _TRAIN_BATCH.value):
+        cases += [("forward + backward", sequences, remat), ("AdamW step", sequences, remat)]
+    for what, sequences, remat in cases:
+      changes = {"model.remat": remat, "training.batch_size": sequences, "training.accumulation_steps": 1}
+      config = config_io.overlay(base, changes | {"sparsity.l1_coefficient": 0.0, "parallel.data": 1})
+      config.model.validate()
+      case: Json = {"model": name, "what": what, "sequences": sequences, "remat": remat}
+      mesh = make_mesh(config)
+      with jax.set_mesh(mesh):
+        try:
+          case |= _time_dense(what, config, mesh)
+        except jax.errors.JaxRuntimeError as error:
+          case["error"] = str(error).splitlines()[0][:200]
+      jax.clear_caches()
+      yield case
+
+
+def _time_dense(what: str, config: LmConfig, mesh: Mesh) -> Json:
+  batch = _random_batch(config, mesh)
+  micro = jax.tree.map(lambda x: x[0], batch)
+  state = jax.jit(lambda: init_state(config))()
+  if what == "AdamW step":
+    compiled = jax.jit(make_train_step(config), donate_argnums=0).lower(state, batch).compile()
+    timing = _time(lambda state: compiled(state, batch)[0], state)
+  else:
+    model = state.model
+    del state  # the optimiser's two copies of the weights
+
+    def gradient(model, micro):
+      return jax.grad(objective, has_aux=True)(model, micro, totals(micro), jnp.float32(0), config)[0]
+
+    forward = lambda model, micro: model(micro["inputs_BL"])[0]
+    compiled = jax.jit(forward if what == "forward" else gradient).lower(model, micro).compile()
+    timing = _time(lambda _: compiled(model, micro), None)
+  tokens = config.training.batch_size * config.model.context_length
+  flops = mfu.forward_flops_per_token(config.model, with_head=what != "forward") * (1 if what == "forward" else 3)
+  peak = mfu.peak_flops(jax.devices()[:1])
+  return timing | {
+    "tokens_per_ms": tokens / timing["seconds"] / 1000,
+    "mfu": flops * tokens / timing["seconds"] / peak if peak else None,
+    "millijoules_per_token": 1000 * timing["joules"] / tokens if "joules" in timing else None,
+    "peak_bytes": _peak_bytes(compiled),
+  }
+
+
+def _random_batch(config: LmConfig, mesh: Mesh) -> dict[str, jax.Array]:
+  """[1, B, L], uniform over the vocabulary; no padding."""
+  shape = (1, config.training.batch_size, config.model.context_length)
+  tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, shape).astype(np.int32)
+  batch = {
+    "inputs_BL": tokens,
+    "targets_BL": np.roll(tokens, -1, axis=-1),
+    "segments_BL": np.ones_like(tokens),
+    "weights_BL": np.ones(shape, np.float32),
+  }
+  sharding = NamedSharding(mesh, P(None, *RULES.activations(2)))
+  return {name: jax.device_put(x, sharding) for name, x in batch.items()}
+
+
+def _time(call: Callable[[Any], Any], state: Any) -> Json:
+  """Seconds and joules of `state = call(state)`: queues of calls, each waited for once, after one that is not counted.
+
+  A training step consumes its state, so calls are chained; `bench.device_time` repeats one call on the same arguments.
+  """
+  joules = energy_counter()
+  seconds, energies = [], []
+  for n in range(_REPEATS.value + 1):
+    used, start = joules() if joules else 0.0, time.perf_counter()
+    for _ in range(_CALLS.value):
+      state = call(state)
+    jax.block_until_ready(state)
+    if n > 0:
+      seconds.append((time.perf_counter() - start) / _CALLS.value)
+      energies.append(((joules() if joules else 0.0) - used) / _CALLS.value)
+  timing = {"seconds": statistics.median(seconds), "seconds_min": min(seconds), "seconds_max": max(seconds)}
+  return timing | ({"joules": statistics.median(energies)} if joules else {})
+
+
+def _peak_bytes(compiled) -> int:
+  """What a call needs: arguments, results that share no memory with them, temporaries."""
+  m = compiled.memory_analysis()
+  return m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
+
+
+def dense_table(cases: list[Json]) -> str:
+  """Markdown of a record."""
+  header = ["model", "what", "sequences", "remat", "tokens/ms", "MFU", "peak GiB", "mJ/token", "ms (min to max)"]
+  rows = []
+  for c in cases:
+    row = [c["model"], c["what"], str(c["sequences"]), c["remat"]]
+    if "error" in c:
+      rows.append([*row, c["error"], "", "", "", ""])
+      continue
+    row += [
+      f"{c['tokens_per_ms']:.1f}",
+      "-" if c["mfu"] is None else f"{c['mfu']:.1%}",
+      f"{c['peak_bytes'] / 2**30:.1f}",
+    ]
+    row.append("-" if c["millijoules_per_token"] is None else f"{c['millijoules_per_token']:.2f}")
+    rows.append([*row, f"{1e3 * c['seconds']:.1f} ({1e3 * c['seconds_min']:.1f} to {1e3 * c['seconds_max']:.1f})"])
+  return bench.markdown_table(header, rows)
+
+
+def loop_cases():
+  """Yields pairs of runs, loop and bare step one after the other so that a busy machine slows both, then start-ups."""
+  config = config_flags.load_config("configs/lm/tiny.py", LmConfig)
+  # Logging, data and dispatch are the loop's; validation and saving are work that a user asks for.
+  changes = {"training.steps": _STEPS.value, "training.eval_every": _STEPS.value, "training.eval_batches": 1}
+  config = config_io.overlay(config, changes | {"checkpoint.every": _STEPS.value, "parallel.data": 1})
+  mesh = make_mesh(config)
+  with jax.set_mesh(mesh):
+    batch = _random_batch(config, mesh)
+    new_state = jax.jit(lambda: init_state(config))
+    compiled = jax.jit(make_train_step(config), donate_argnums=0).lower(new_state(), batch).compile()
+  for _ in range(_REPEATS.value):
+    with tempfile.TemporaryDirectory() as folder:
+      train(config, Path(folder), progress=Progress(config.training.steps, io.StringIO()))
+      entries = recorder.read_metrics(Path(folder) / "metrics.jsonl")
+    counted = entries[1:]  # the first interval warms up
+    steps = counted[-1]["step"] - entries[0]["step"]
+    widths = np.diff([e["step"] for e in entries])
+    loop = float(sum(w * e["seconds_per_step"] for w, e in zip(widths, counted))) / steps
+    with jax.set_mesh(mesh):
+      state = new_state()
+      for n in range(config.training.steps):
+        if n == entries[0]["step"]:
+          jax.block_until_ready(state)
+          start = time.perf_counter()
+        state, _ = compiled(state, batch)
+      jax.block_until_ready(state)
+    bare = (time.perf_counter() - start) / steps
+    yield {"what": "step", "loop_seconds": loop, "bare_seconds": bare, "overhead": loop / bare - 1}
+  for cache in ("built", "found"):
+    yield {"what": "first step", "cache": cache, "seconds": _time_to_first_step(fresh=cache == "built")}
+
+
+def _time_to_first_step(*, fresh: bool) -> float:
+  """From the start of the process to the first line of metrics, with the token cache to be built or already there."""
+  with tempfile.TemporaryDirectory() as folder:
+    command = [sys.executable, "-m", "experiments.train_lm", "--config=configs/lm/tiny.py", f"--workdir={folder}/run"]
+    command += ["--config.training.log_every=1", "--config.training.steps=31"]
+    if fresh:
+      command.append(f"--config.data.cache_dir={folder}/cache")
+    start = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    while process.poll() is None and not recorder.read_metrics(Path(folder) / "run" / "metrics.jsonl"):
+      time.sleep(0.01)
+    seconds = time.perf_counter() - start
+    process.kill()
+    process.wait()
+  return seconds
+
+
+def loop_table(cases: list[Json]) -> str:
+  """Markdown of a record."""
+  steps = [c for c in cases if c["what"] == "step"]
+  overheads = sorted(c["overhead"] for c in steps)
+  ms = lambda name: f"{1e3 * statistics.median(c[name] for c in steps):.1f} ms"
+  rows = [
+    ["bare jitted step", ms("bare_seconds")],
+    ["step inside the training loop", ms("loop_seconds")],
+    [
+      "loop over bare, median of pairs",
+      f"{statistics.median(overheads):+.1%} ({overheads[0]:+.1%} to {overheads[-1]:+.1%})",
+    ],
+  ]
+  for c in cases:
+    if c["what"] == "first step":
+      rows.append([f"start of the process to the first step, token cache {c['cache']}", f"{c['seconds']:.1f} s"])
+  return bench.markdown_table(["demo config", "value"], rows)
+
+
+if __name__ == "__main__":
+  config_flags.run(main)
