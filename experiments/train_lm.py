@@ -1,7 +1,7 @@
 """Trains a language model: `python -m experiments.train_lm --config=configs/lm/tiny.py --workdir=runs/tiny`.
 
-Fields of the config are flags (`--config.sparsity.l1_coefficient=1e-3`); `--help` lists them. The same command continues a
-run that was stopped.
+Fields of the config are flags (`--config.sparsity.l1_coefficient=1e-3`); `--help` lists them. The same command
+continues a run that was stopped.
 """
 
 from pathlib import Path

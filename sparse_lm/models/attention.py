@@ -41,7 +41,7 @@ def attend(
 
 
 class Attention(nnx.Module):
-  """Projections and the attention between them. A weight holds one row of D for each output, as Llama checkpoints do."""
+  """Projections and the attention between them. A weight holds a row of D for each output, as in Llama checkpoints."""
 
   def __init__(self, config: ModelConfig, recipe: Recipe, *, rngs: nnx.Rngs):
     normal = functools.partial(nnx.initializers.normal(config.init_std), dtype=jnp.float32)
@@ -62,8 +62,10 @@ class Attention(nnx.Module):
 
   def attend(self, q_BLHK, k_BLGK, v_BLGK, segments_BL: jax.Array | None) -> jax.Array:
     """The weighted mean of values. cuDNN's kernel is opaque to the partitioner, so each device takes its own rows."""
-    cudnn = jax.default_backend() == "gpu" and q_BLHK.dtype == jnp.bfloat16
-    implementation = ("cudnn" if cudnn else "xla") if self.implementation == "auto" else self.implementation
+    cudnn = self.implementation == "cudnn"
+    if self.implementation == "auto":
+      cudnn = jax.default_backend() == "gpu" and q_BLHK.dtype == jnp.bfloat16
+    implementation: Literal["cudnn", "xla"] = "cudnn" if cudnn else "xla"
     attend_ = functools.partial(attend, implementation=implementation, precision=self.recipe.matmul_precision)
     if segments_BL is None:
       return sharding.per_device_batch(functools.partial(attend_, segments_BL=None))(q_BLHK, k_BLGK, v_BLGK)

@@ -32,8 +32,8 @@ from sparse_lm.training.stop import StopSignal
 Json = dict[str, Any]
 _STEPS_IN_FLIGHT = 2
 
-# Fields that a resumed run may change: they decide where and how often, not what is computed. What lies behind a path is
-# compared by fingerprint.
+# Fields that a resumed run may change: they decide where and how often, not what is computed. What lies behind a path
+# is compared by fingerprint.
 _FREE_FIELDS = (
   "parallel.",
   "checkpoint.",

@@ -1,4 +1,4 @@
-"""One folder a run: config.json, env.json, metrics.jsonl (one object a logged step), and a lock against a second run."""
+"""A folder for each run: config.json, env.json, metrics.jsonl (an object a logged step), and a lock on it."""
 
 import fcntl
 import importlib.metadata
