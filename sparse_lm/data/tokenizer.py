@@ -61,8 +61,8 @@ class Tokenizer:
   def encode_documents(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
     """Yields the ids of each document followed by end of text; several documents at a time, on all cores.
 
-    A document is encoded whole, for its tokens must not depend on where it was cut: a single one of 12 MB took 2.2 GB of
-    memory, its training included, so a far larger file is better given as several documents.
+    A document is encoded whole, for its tokens must not depend on where it was cut: a single one of 12 MB took 2.2 GB
+    of memory, its training included, so a far larger file is better given as several documents.
     """
     for batch in _batches(texts):
       for encoding in self._tokenizer.encode_batch_fast(batch, add_special_tokens=False):
