@@ -77,6 +77,12 @@ def test_python_of_the_path_makes_the_venv_and_pip_installs_the_extra_under_the_
   assert machine.pip_calls() == ["-m pip install --no-compile -c constraints.txt -e .[dev]"]
 
 
+@pytest.mark.parametrize("name", ["python3.12", "python3.13", "python3.14", "python3", "python"])
+def test_any_usual_name_of_python_is_enough(machine, name):
+  executable(machine.bin / name, python("3.13.0"))
+  assert chosen(machine.setup()) == f"Python 3.13.0 ({name})"
+
+
 def test_a_shim_that_fails_and_a_python_that_is_too_old_are_passed_over(machine):
   executable(machine.bin / "python3.12", BROKEN_SHIM)
   executable(machine.bin / "python3", python("3.11.7"))
@@ -157,14 +163,16 @@ def test_a_venv_whose_python_is_gone_is_made_anew(machine):
   executable(machine.bin / "python3", python("3.12.9"))
   machine.setup()
   executable(machine.checkout / ".venv" / "bin" / "python", BROKEN_SHIM)
+  (machine.checkout / ".venv" / "left over").touch()
   assert chosen(machine.setup()) == "Python 3.12.9 (python3)"
+  assert not (machine.checkout / ".venv" / "left over").exists()
   assert len(machine.pip_calls()) == 2
 
 
 def test_a_failing_install_is_one_line_and_is_tried_again(machine):
   executable(machine.bin / "python3", python("3.12.9"))
   for _ in range(2):
-    result = machine.setup(PIP_FAILS="ERROR: no matching distribution found for jax>=0.11.2")
+    result = machine.setup(PIP_FAILS="ERROR: no matching distribution found for jax>=0.11.2\nnotice: a new pip")
     assert result.returncode == 1
     assert result.stderr == (
       "setup: pip could not install sparse-lm[dev]: ERROR: no matching distribution found for jax>=0.11.2"
