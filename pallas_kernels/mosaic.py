@@ -64,10 +64,9 @@ def kernel(body, *, out_type: jax.ShapeDtypeStruct, interpret: bool, **options) 
 
   def launch(*operands):
     varying = frozenset().union(*(jax.typeof(x).mat.varying for x in operands))
-    result = jax.ShapeDtypeStruct(
-      out_type.shape, out_type.dtype, manual_axis_type=jax.sharding.ManualAxisType(varying=varying)
-    )
-    return plgpu.kernel(body, out_type=result, interpret=_INTERPRET if interpret else None, **options)(*operands)
+    # A manual_axis_type in out_type is dropped on the way (JAX 0.11.2), so the result is cast.
+    result = plgpu.kernel(body, out_type=out_type, interpret=_INTERPRET if interpret else None, **options)(*operands)
+    return jax.lax.pcast(result, tuple(varying), to="varying") if varying else result
 
   return launch
 

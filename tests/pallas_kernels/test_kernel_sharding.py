@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import embedding, sharding
+from pallas_kernels.embedding import bag_hopper
 
 V, D, T, B = 6, 128, 10, 3
 
@@ -135,3 +136,19 @@ class TestRefusals:
     placed = place(mesh_of(8), "data", table_VD, ids_ST, offsets_SB, weights_ST)
     with pytest.raises(ValueError, match=r"offsets_SB\[3\]\[2\] = 3 is below offsets_SB\[3\]\[1\] = 4"):
       sharding.embedding_bag(*placed, mesh=mesh_of(8), axes="data")
+
+
+def test_a_kernels_result_and_the_table_vary_over_the_axes_of_the_bags(monkeypatch):
+  """Traced only: eight devices cannot be interpreted. A result called unvarying would be taken as equal everywhere."""
+  seen = []
+
+  def kernel(table_VD, ids_T, offsets, weights_T, mode, *, interpret):
+    out_BD = bag(table_VD, ids_T, offsets, weights_T, mode)
+    seen.extend(jax.typeof(x).mat.varying for x in (table_VD, out_BD))
+    return out_BD
+
+  bag = bag_hopper.bag
+  monkeypatch.setattr(bag_hopper, "bag", kernel)
+  call = functools.partial(sharding.embedding_bag, mesh=mesh_of(8), axes="data", implementation="interpret")
+  jax.eval_shape(call, *place(mesh_of(8), "data", *draw(8)))
+  assert seen == [{"data"}, {"data"}]
