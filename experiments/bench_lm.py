@@ -99,7 +99,7 @@ def dense_cases():
 def _time_dense(what: str, config: LmConfig, mesh: Mesh) -> Json:
   batch = _random_batch(config, mesh)
   micro = jax.tree.map(lambda x: x[0], batch)
-  state = jax.jit(lambda: init_state(config))()
+  state = init_state(config)
   if what == "AdamW step":
     compiled = jax.jit(make_train_step(config), donate_argnums=0).lower(state, batch).compile()
     timing = _time(lambda state: compiled(state, batch)[0], state)
@@ -191,8 +191,7 @@ def loop_cases():
   mesh = make_mesh(config)
   with jax.set_mesh(mesh):
     batch = _random_batch(config, mesh)
-    new_state = jax.jit(lambda: init_state(config))
-    compiled = jax.jit(make_train_step(config), donate_argnums=0).lower(new_state(), batch).compile()
+    compiled = jax.jit(make_train_step(config), donate_argnums=0).lower(init_state(config), batch).compile()
   for _ in range(_REPEATS.value):
     with tempfile.TemporaryDirectory() as folder:
       train(config, Path(folder), progress=Progress(config.training.steps, io.StringIO()))
@@ -202,7 +201,7 @@ def loop_cases():
     widths = np.diff([e["step"] for e in entries])
     loop = float(sum(w * e["seconds_per_step"] for w, e in zip(widths, counted))) / steps
     with jax.set_mesh(mesh):
-      state = new_state()
+      state = init_state(config)
       for n in range(config.training.steps):
         if n == entries[0]["step"]:
           jax.block_until_ready(state)

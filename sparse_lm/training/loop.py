@@ -154,10 +154,9 @@ class _Run:
   def _first_state(self) -> TrainState:
     """From the newest whole checkpoint of this run, else from checkpoint.restore_path, else fresh."""
     directory = self.workdir / "checkpoints"
-    init = jax.jit(lambda: init_state(self.config))
     spec = lambda x: x.sharding.spec if x.sharding is not None else P()  # a scalar has no sharding yet
     on_mesh = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec(x)))
-    abstract = jax.tree.map(on_mesh, jax.eval_shape(init))
+    abstract = jax.tree.map(on_mesh, jax.eval_shape(lambda: init_state(self.config)))
     loaded = checkpoint.load_latest(directory, abstract, self._refuse_other_run, self.progress.line)
     if loaded is not None:
       state, metadata = loaded
@@ -165,7 +164,7 @@ class _Run:
       self.progress.line(f"resuming at step {int(state.step)} from {directory}")
       return state
     self.progress.line(f"no checkpoint in {directory}: starting at step 0")
-    state = init()
+    state = init_state(self.config)
     if self.config.checkpoint.restore_path is not None:
       path = Path(self.config.checkpoint.restore_path)
       if not path.is_dir():

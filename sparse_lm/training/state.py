@@ -1,6 +1,7 @@
 """State of a run and the step that advances it. All that decides the next step is in the state or in the batch."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -55,23 +56,29 @@ def make_optimizer(config: LmConfig) -> optax.GradientTransformation:
   )
 
 
-def init_state(config: LmConfig) -> TrainState:
-  """A fresh state, laid out by the sharding rules; call it under `jax.jit` and `jax.set_mesh`.
+# The random draws of a model run once; optimising their code takes longer than everything else before the first step.
+_COMPILE_FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
-  The values depend on the seed alone, not on the mesh.
-  """
-  init_key, run_key = jax.random.split(jax.random.key(config.seed))
-  model = sharding.shard_parameters(Transformer(config.model, config.precision, rngs=nnx.Rngs(init_key)))
-  return TrainState(
-    step=jnp.int32(0),
-    model=model,
-    optimizer=make_optimizer(config).init(model),
-    key=jax.random.key_data(run_key),
-    # With a coefficient of 0 the controller is off and the value is never used.
-    log_coefficient=jnp.log(jnp.float32(config.sparsity.l1_coefficient or 1.0)),
-    l0=jnp.float32(-1),
-    first_bad_step=jnp.int32(-1),
-  )
+
+def init_state(config: LmConfig) -> TrainState:
+  """A fresh state, laid out by the sharding rules of the mesh in force; its values depend on the seed alone."""
+
+  @functools.partial(jax.jit, compiler_options=_COMPILE_FAST)
+  def init():
+    init_key, run_key = jax.random.split(jax.random.key(config.seed))
+    model = sharding.shard_parameters(Transformer(config.model, config.precision, rngs=nnx.Rngs(init_key)))
+    return TrainState(
+      step=jnp.int32(0),
+      model=model,
+      optimizer=make_optimizer(config).init(model),
+      key=jax.random.key_data(run_key),
+      # With a coefficient of 0 the controller is off and the value is never used.
+      log_coefficient=jnp.log(jnp.float32(config.sparsity.l1_coefficient or 1.0)),
+      l0=jnp.float32(-1),
+      first_bad_step=jnp.int32(-1),
+    )
+
+  return init()
 
 
 def make_train_step(config: LmConfig) -> Callable:

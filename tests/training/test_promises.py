@@ -130,7 +130,7 @@ def test_no_damage_to_any_file_of_a_checkpoint_gives_wrong_weights(config, tmp_p
   """Each file is flipped at several places, cut and removed: loading raises, or gives exactly what was saved."""
   mesh = make_mesh(config)
   with jax.set_mesh(mesh):
-    state = jax.jit(lambda: init_state(config))()
+    state = init_state(config)
     saver = checkpoint.Saver(tmp_path / "whole", keep=2)
     saver.save(3, state, {"step": 3})
     saver.wait()
@@ -211,7 +211,7 @@ def test_a_checkpoint_from_eight_devices_restores_on_fewer_with_equal_arrays(sha
       config_io.overlay(config, {"parallel.data": data, "parallel.fsdp": fsdp, "training.batch_size": 16})
     )
     with jax.set_mesh(mesh):
-      return mesh, jax.jit(lambda: init_state(config))()
+      return mesh, init_state(config)
 
   _, saved = state_on(2, 4)
   assert len(saved.model.embedding_VD[...].sharding.device_set) == 8
