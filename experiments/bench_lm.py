@@ -34,7 +34,7 @@ from sparse_lm.training.energy import energy_counter
 from sparse_lm.training.loop import train
 from sparse_lm.training.losses import objective, totals
 from sparse_lm.training.progress import Progress
-from sparse_lm.training.state import init_state, make_train_step
+from sparse_lm.training.state import make_init, make_train_step
 
 _WHAT = flags.DEFINE_enum("what", None, ["dense", "loop"], "what to measure")
 _RECORD = flags.DEFINE_string("record", None, "new folder for config.json, env.json, metrics.jsonl, table.md")
@@ -99,7 +99,7 @@ def dense_cases():
 def _time_dense(what: str, config: LmConfig, mesh: Mesh) -> Json:
   batch = _random_batch(config, mesh)
   micro = jax.tree.map(lambda x: x[0], batch)
-  state = init_state(config)
+  state = make_init(config)()
   if what == "AdamW step":
     compiled = jax.jit(make_train_step(config), donate_argnums=0).lower(state, batch).compile()
     timing = _time(lambda state: compiled(state, batch)[0], state)
@@ -191,7 +191,7 @@ def loop_cases():
   mesh = make_mesh(config)
   with jax.set_mesh(mesh):
     batch = _random_batch(config, mesh)
-    compiled = jax.jit(make_train_step(config), donate_argnums=0).lower(init_state(config), batch).compile()
+    compiled = jax.jit(make_train_step(config), donate_argnums=0).lower(make_init(config)(), batch).compile()
   for _ in range(_REPEATS.value):
     with tempfile.TemporaryDirectory() as folder:
       train(config, Path(folder), progress=Progress(config.training.steps, io.StringIO()))
@@ -201,7 +201,7 @@ def loop_cases():
     widths = np.diff([e["step"] for e in entries])
     loop = float(sum(w * e["seconds_per_step"] for w, e in zip(widths, counted))) / steps
     with jax.set_mesh(mesh):
-      state = init_state(config)
+      state = make_init(config)()
       for n in range(config.training.steps):
         if n == entries[0]["step"]:
           jax.block_until_ready(state)

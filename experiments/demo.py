@@ -7,6 +7,7 @@ plots. Stopped at any moment, the same command goes on where it was.
 import time
 from pathlib import Path
 
+import jax
 from absl import flags
 
 from sparse_lm import config_io, report
@@ -28,6 +29,8 @@ VARIANTS = {
 def main(config: LmConfig) -> None:
   """Trains what is not trained yet, and reports."""
   start, workdir = time.perf_counter(), Path(_WORKDIR.value)
+  # Models that differ in their L1 coefficient alone share one program.
+  jax.config.update("jax_compilation_cache_dir", str(workdir / "compiled"))
   folders = {name: workdir / name.replace(" ", "_") for name in VARIANTS}
   for n, (name, changes) in enumerate(VARIANTS.items(), start=1):
     print(f"\n== {n} of {len(VARIANTS)}: {name} ==", flush=True)

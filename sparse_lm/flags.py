@@ -121,9 +121,10 @@ def _run(main: Callable[[list[str]], int | None], parse: Callable[[list[str]], l
 
   def parse_with_quiet_default(argv: list[str]) -> list[str]:
     arguments = parse(argv)
-    # Orbax says a page for every checkpoint. Set here, for absl puts INFO next where no --verbosity was given.
+    # Orbax says a page for every checkpoint, and shows a traceback for an error that it raises as well. Set here, for
+    # absl puts INFO next where no --verbosity was given.
     if flags.FLAGS["verbosity"].using_default_value:
-      logging.set_verbosity(logging.WARNING)
+      logging.set_verbosity(logging.FATAL)
     return arguments
 
   with _errors_in_one_line():

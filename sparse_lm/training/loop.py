@@ -26,7 +26,7 @@ from sparse_lm.parallel.sharding import RULES
 from sparse_lm.training import checkpoint, losses, recorder
 from sparse_lm.training.meter import Meter
 from sparse_lm.training.progress import Progress
-from sparse_lm.training.state import TrainState, init_state, make_train_step
+from sparse_lm.training.state import TrainState, make_init, make_train_step
 from sparse_lm.training.stop import StopSignal
 
 Json = dict[str, Any]
@@ -139,6 +139,8 @@ class _Run:
       elif last or done % training.log_every == 0:
         unread = done, metrics
       if last or done % self.config.checkpoint.every == 0:
+        if unread is not None:  # saving waits for this step anyway, and its metrics are to be written even if it is bad
+          entry, unread = self._log(*unread), None
         self._save(state, done)
         saved = done
     if unread is not None:
@@ -154,9 +156,10 @@ class _Run:
   def _first_state(self) -> TrainState:
     """From the newest whole checkpoint of this run, else from checkpoint.restore_path, else fresh."""
     directory = self.workdir / "checkpoints"
+    init = make_init(self.config)
     spec = lambda x: x.sharding.spec if x.sharding is not None else P()  # a scalar has no sharding yet
     on_mesh = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec(x)))
-    abstract = jax.tree.map(on_mesh, jax.eval_shape(lambda: init_state(self.config)))
+    abstract = jax.tree.map(on_mesh, init.eval_shape())
     loaded = checkpoint.load_latest(directory, abstract, self._refuse_other_run, self.progress.line)
     if loaded is not None:
       state, metadata = loaded
@@ -164,7 +167,7 @@ class _Run:
       self.progress.line(f"resuming at step {int(state.step)} from {directory}")
       return state
     self.progress.line(f"no checkpoint in {directory}: starting at step 0")
-    state = init_state(self.config)
+    state = init()
     if self.config.checkpoint.restore_path is not None:
       path = Path(self.config.checkpoint.restore_path)
       if not path.is_dir():

@@ -8,9 +8,10 @@ from typing import TextIO
 class Progress:
   """Lines that stay, and a bar that does not."""
 
-  def __init__(self, total: int, stream: TextIO = sys.stdout):
-    self._total, self._stream = total, stream
-    self._terminal = stream.isatty()
+  def __init__(self, total: int, stream: TextIO | None = None):
+    """Shows `total` steps on a stream; standard output unless given."""
+    self._total, self._stream = total, stream or sys.stdout
+    self._terminal = self._stream.isatty()
     self._bar_shown = False
 
   def line(self, text: str) -> None:

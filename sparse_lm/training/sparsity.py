@@ -6,9 +6,9 @@ import jax.numpy as jnp
 from sparse_lm.config import LmConfig
 from sparse_lm.parallel import sharding
 
-# The controller moves the logarithm of the coefficient, because L0 answers to its ratio and not to its difference.
-# It sums the error slowly (integral) and answers its present value at once (proportional); errors beyond a factor of
-# e count as e, so that a start far from the target does not wind it up.
+# The controller multiplies the coefficient, because L0 answers to its ratio and not to its difference. It sums the error
+# slowly (integral) and answers its present value at once (proportional); errors beyond a factor of e count as e, so that
+# a start far from the target does not wind it up.
 INTEGRAL_GAIN = 0.02
 PROPORTIONAL_GAIN = 0.3
 
@@ -21,22 +21,22 @@ def warmup(step: jax.Array, config: LmConfig) -> jax.Array:
   return jnp.clip((step - start) / (end - start), 0.0, 1.0)
 
 
-def control(log_coefficient: jax.Array, l0: jax.Array, ramp: jax.Array, target: float) -> tuple[jax.Array, jax.Array]:
-  """One step of the controller.
+def control(coefficient: jax.Array, l0: jax.Array, ramp: jax.Array, target: float) -> tuple[jax.Array, jax.Array]:
+  """One step of the L0 controller.
 
   Args:
-    log_coefficient: f32[], the integral part.
+    coefficient: f32[], the one it keeps.
     l0: f32[], non-zeros a token of the step before; a negative value says that there is none yet.
     ramp: f32[], share of the L1 warm-up that is done; the controller waits for 1.
     target: wanted l0.
 
   Returns:
-    (new integral part, log of the coefficient to use now).
+    (coefficient to keep, coefficient to use in this step).
   """
   error = jnp.clip(jnp.log(jnp.maximum(l0, 1e-3) / target), -1.0, 1.0)
   error = jnp.where((l0 >= 0) & (ramp >= 1), error, 0.0)
-  log_coefficient = log_coefficient + INTEGRAL_GAIN * error
-  return log_coefficient, log_coefficient + PROPORTIONAL_GAIN * error
+  coefficient = coefficient * jnp.exp(INTEGRAL_GAIN * error)
+  return coefficient, coefficient * jnp.exp(PROPORTIONAL_GAIN * error)
 
 
 def revive_dead(model, active: jax.Array, key: jax.Array, config: LmConfig):

@@ -24,7 +24,7 @@ class TrainState:
   model: Transformer  # float32 master weights
   optimizer: optax.OptState
   key: jax.Array  # u32[2], data of the run's random key; step n uses fold_in(key, n)
-  log_coefficient: jax.Array  # f32[], the L0 controller's integral
+  l1_coefficient: jax.Array  # f32[], the configured one, or what the L0 controller has made of it
   l0: jax.Array  # f32[], of the last step, which the controller reads; -1 before the first
   first_bad_step: jax.Array  # i32[], first step whose loss or gradient was NaN or infinite; -1 while there is none
 
@@ -60,8 +60,8 @@ def make_optimizer(config: LmConfig) -> optax.GradientTransformation:
 _COMPILE_FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
-def init_state(config: LmConfig) -> TrainState:
-  """A fresh state, laid out by the sharding rules of the mesh in force; its values depend on the seed alone."""
+def make_init(config: LmConfig) -> Callable[[], TrainState]:
+  """Returns the jitted maker of a fresh state, laid out by the sharding rules; its values depend on the seed alone."""
 
   @functools.partial(jax.jit, compiler_options=_COMPILE_FAST)
   def init():
@@ -72,13 +72,12 @@ def init_state(config: LmConfig) -> TrainState:
       model=model,
       optimizer=make_optimizer(config).init(model),
       key=jax.random.key_data(run_key),
-      # With a coefficient of 0 the controller is off and the value is never used.
-      log_coefficient=jnp.log(jnp.float32(config.sparsity.l1_coefficient or 1.0)),
+      l1_coefficient=jnp.float32(config.sparsity.l1_coefficient),
       l0=jnp.float32(-1),
       first_bad_step=jnp.int32(-1),
     )
 
-  return init()
+  return init
 
 
 def make_train_step(config: LmConfig) -> Callable:
@@ -89,12 +88,13 @@ def make_train_step(config: LmConfig) -> Callable:
   """
   optimizer, schedule, scale = make_optimizer(config), learning_rate(config), losses.l1_scale(config)
 
-  def coefficient_now(state):
+  def coefficients(state):
+    """(what the state keeps, what is in force in this step)."""
     ramp = sparsity.warmup(state.step, config)
     if config.sparsity.target_l0 is None:
-      return state.log_coefficient, ramp * config.sparsity.l1_coefficient
-    integral, log_coefficient = sparsity.control(state.log_coefficient, state.l0, ramp, config.sparsity.target_l0)
-    return integral, ramp * jnp.exp(log_coefficient)
+      return state.l1_coefficient, ramp * state.l1_coefficient
+    kept, now = sparsity.control(state.l1_coefficient, state.l0, ramp, config.sparsity.target_l0)
+    return kept, ramp * now
 
   def gradients(model, batch, sizes, coefficient):
     grad = jax.grad(losses.objective, has_aux=True)
@@ -110,7 +110,7 @@ def make_train_step(config: LmConfig) -> Callable:
 
   def step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
     sizes = losses.totals(batch)
-    log_coefficient, coefficient = coefficient_now(state)
+    kept_coefficient, coefficient = coefficients(state)
     grads, sums = gradients(state.model, batch, sizes, coefficient)
 
     updates, optimizer_state = optimizer.update(grads, state.optimizer, state.model)
@@ -137,7 +137,7 @@ def make_train_step(config: LmConfig) -> Callable:
       model=model,
       optimizer=optimizer_state,
       key=state.key,
-      log_coefficient=log_coefficient,
+      l1_coefficient=kept_coefficient,
       l0=jnp.mean(metrics["l0_per_layer"]),
       first_bad_step=first_bad_step,
     ), metrics

@@ -18,7 +18,7 @@ from sparse_lm.errors import EXIT_NONFINITE, EXIT_PREEMPTED, EXIT_SAVE_FAILED, S
 from sparse_lm.parallel.mesh import make_mesh
 from sparse_lm.training import checkpoint
 from sparse_lm.training.loop import train
-from sparse_lm.training.state import init_state
+from sparse_lm.training.state import make_init
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_no_damage_to_any_file_of_a_checkpoint_gives_wrong_weights(config, tmp_p
   """Each file is flipped at several places, cut and removed: loading raises, or gives exactly what was saved."""
   mesh = make_mesh(config)
   with jax.set_mesh(mesh):
-    state = init_state(config)
+    state = make_init(config)()
     saver = checkpoint.Saver(tmp_path / "whole", keep=2)
     saver.save(3, state, {"step": 3})
     saver.wait()
@@ -211,7 +211,7 @@ def test_a_checkpoint_from_eight_devices_restores_on_fewer_with_equal_arrays(sha
       config_io.overlay(config, {"parallel.data": data, "parallel.fsdp": fsdp, "training.batch_size": 16})
     )
     with jax.set_mesh(mesh):
-      return mesh, init_state(config)
+      return mesh, make_init(config)()
 
   _, saved = state_on(2, 4)
   assert len(saved.model.embedding_VD[...].sharding.device_set) == 8
