@@ -21,7 +21,7 @@ _WORKDIR = flags.DEFINE_string("workdir", "runs/demo", "folder of the report; ea
 VARIANTS = {
   "dense": {},
   "sparse": {"sparsity.l1_coefficient": 1e-3},
-  "sparser": {"sparsity.l1_coefficient": 2e-3},
+  "sparser": {"sparsity.l1_coefficient": 2.5e-3},
   "no FFN": {"model.ffn_kind": "none"},
 }
 
