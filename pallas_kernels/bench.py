@@ -6,6 +6,7 @@ Tables are pure functions of such folders.
 
 import collections.abc
 import json
+import os
 import pathlib
 import platform
 import subprocess
@@ -63,7 +64,7 @@ def environment() -> dict:
     "versions": {"python": platform.python_version(), "jax": jax.__version__, "numpy": np.__version__},
     "device": {"kind": device.device_kind, "platform": device.platform, "count": jax.device_count()},
     "git_commit": commit.stdout.strip() or None,
-    "command": sys.argv,
+    "command": [os.path.relpath(sys.argv[0]), *sys.argv[1:]],
     "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
   }
 

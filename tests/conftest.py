@@ -1,7 +1,7 @@
 """Every test sees eight virtual CPU devices, NNX in tree mode, and an error where rank promotion could hide a bug.
 
-Compiled programs are kept in .jax_cache: the tests start the same few programs dozens of times, and compiling them takes
-far longer than running them.
+Compiled programs are kept in .jax_cache: the tests start the same few programs dozens of times, and compiling them
+takes far longer than running them.
 """
 
 import os

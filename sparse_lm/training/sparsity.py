@@ -6,9 +6,9 @@ import jax.numpy as jnp
 from sparse_lm.config import LmConfig
 from sparse_lm.parallel import sharding
 
-# The controller multiplies the coefficient, because L0 answers to its ratio and not to its difference. It sums the error
-# slowly (integral) and answers its present value at once (proportional); errors beyond a factor of e count as e, so that
-# a start far from the target does not wind it up.
+# The controller multiplies the coefficient, because L0 answers to its ratio and not to its difference. It sums the
+# error slowly (integral) and answers its present value at once (proportional); errors beyond a factor of e count as e,
+# so that a start far from the target does not wind it up.
 INTEGRAL_GAIN = 0.02
 PROPORTIONAL_GAIN = 0.3
 

@@ -60,7 +60,7 @@ def make_optimizer(config: LmConfig) -> optax.GradientTransformation:
 _COMPILE_FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
-def make_init(config: LmConfig) -> Callable[[], TrainState]:
+def make_init(config: LmConfig) -> jax.stages.Wrapped:
   """Returns the jitted maker of a fresh state, laid out by the sharding rules; its values depend on the seed alone."""
 
   @functools.partial(jax.jit, compiler_options=_COMPILE_FAST)

@@ -42,7 +42,7 @@ def lines_of(workdir):
 
 
 def test_killed_at_any_moment_the_same_command_reaches_the_same_losses_bit_for_bit(start, tmp_path, uninterrupted):
-  """Killed in the L1 warm-up, during a save, and under L0 control; with accumulation and re-initialisation throughout."""
+  """Killed in the L1 warm-up, in a save, and under L0 control; with accumulation and re-initialisation throughout."""
   workdir = tmp_path / "run"
   saving = lambda: any(".orbax-checkpoint-tmp" in path.name for path in (workdir / "checkpoints").glob("*"))
   for moment in (lambda: lines_of(workdir) >= 4, saving, lambda: lines_of(workdir) >= 12):
@@ -80,7 +80,8 @@ def test_a_signal_saves_and_exits_with_its_own_code_and_the_run_goes_on_from_the
   process.send_signal(getattr(signal, name))
   code, _, err = finish(process)
   assert code == EXIT_PREEMPTED
-  assert err.startswith(f"error: stopped by {name} after step ") and "Traceback" not in err
+  assert err.startswith(f"error: stopped by {name} after step ")
+  assert "Traceback" not in err
   saved = checkpoint.steps(workdir / "checkpoints")[-1]
   assert saved == int(err.split("after step ")[1].split()[0])
   code, out, err = finish(start())
@@ -121,7 +122,8 @@ def test_a_damaged_newest_checkpoint_is_said_and_the_one_before_is_used(
   damage(largest, 0.5)
   train(config, workdir)
   out = capsys.readouterr().out
-  assert f"checkpoint {newest} is damaged" in out and "resuming at step 15" in out
+  assert f"checkpoint {newest} is damaged" in out
+  assert "resuming at step 15" in out
   assert losses(workdir) == before
   assert newest.with_name("16.damaged").is_dir(), "a damaged checkpoint is set aside, not deleted"
 
@@ -177,7 +179,9 @@ def test_a_failed_save_ends_the_run_non_zero_with_the_old_checkpoint_intact(star
   full = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (64_000, 64_000))
   code, _, err = finish(start(preexec_fn=full))
   assert code == EXIT_SAVE_FAILED, err
-  assert "could not be written" in err and f"the newest intact one is step {old[-1]}" in err and "Traceback" not in err
+  assert "could not be written" in err
+  assert f"the newest intact one is step {old[-1]}" in err
+  assert "Traceback" not in err
   assert checkpoint.steps(workdir / "checkpoints") == old
 
   code, _, err = finish(start())
@@ -200,7 +204,7 @@ def test_a_failure_of_the_last_save_counts_too(config, tmp_path, monkeypatch):
       self._pending = (step, Failed())
 
   monkeypatch.setattr(checkpoint.Saver, "save", fail_at_the_end)
-  with pytest.raises(SaveError, match="checkpoint of step 16 could not be written .*No space left on device"):
+  with pytest.raises(SaveError, match=r"checkpoint of step 16 could not be written .*No space left on device"):
     train(config, tmp_path / "run")
 
 
@@ -236,7 +240,8 @@ def test_nan_or_infinity_writes_metrics_keeps_the_last_good_checkpoint_and_exits
   workdir = tmp_path / "run"
   kept = checkpoint.steps(workdir / "checkpoints")
   bad = max(losses(workdir))
-  assert f"became NaN or infinite in step {bad}" in err and f"the last good checkpoint is step {kept[-1]}" in err
+  assert f"became NaN or infinite in step {bad}" in err
+  assert f"the last good checkpoint is step {kept[-1]}" in err
   assert "Traceback" not in err
   assert kept[-1] == bad - 1
   assert not np.isfinite(float(losses(workdir)[bad]["loss"])) or not np.isfinite(
