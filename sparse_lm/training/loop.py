@@ -159,7 +159,7 @@ class _Run:
     init = make_init(self.config)
     spec = lambda x: x.sharding.spec if x.sharding is not None else P()  # a scalar has no sharding yet
     on_mesh = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec(x)))
-    abstract = jax.tree.map(on_mesh, init.eval_shape())
+    abstract = jax.tree.map(on_mesh, init.trace().out_info)
     loaded = checkpoint.load_latest(directory, abstract, self._refuse_other_run, self.progress.line)
     if loaded is not None:
       state, metadata = loaded
