@@ -30,7 +30,7 @@ def configs_to_time(shape: shapes.BagShape, sweep: bool) -> list[bag_hopper.Conf
   default = bag_hopper.Config.for_width(shape.D, shape.dtype)
   if not sweep:
     return [default]
-  pairs = [(default.block_d, rows) for rows in (2, 4, 12, 16)] + [(default.block_d // 2, 8), (default.block_d // 4, 8)]
+  pairs = [(default.block_d, rows) for rows in (2, 8, 12, 16)] + [(default.block_d // 2, 8), (default.block_d // 4, 8)]
   configs = [default]
   for block_d, rows_in_flight in pairs:
     try:

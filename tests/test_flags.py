@@ -144,7 +144,7 @@ def test_an_ill_typed_value_is_refused_with_what_is_allowed(tmp_path, argument, 
 def test_no_negates_a_bool_and_only_a_bool():
   assert parse_tiny("--noconfig.model.tie_embeddings").model.tie_embeddings is False
   assert message(parse_tiny, "--noconfig.model.num_layers") == (
-    "--noconfig.model.num_layers: only fields of type bool take --no; config.model.num_layers is int = 4"
+    "--noconfig.model.num_layers: only fields of type bool take --no; config.model.num_layers is int = 3"
   )
   assert "does not take an argument" in message(parse_tiny, "--noconfig.model.tie_embeddings=true")
 
@@ -417,7 +417,7 @@ def test_help_lists_each_field_with_type_default_and_comment(program):
   result = program("print('ran')", "--help")
   assert (result.returncode, result.stderr) == (0, "")
   assert "ran" not in result.stdout
-  assert "--config.checkpoint.every: int = 100  # steps; the last step is" in result.stdout
+  assert "--config.checkpoint.every: int = 150  # steps; the last step is" in result.stdout
   assert "--[no]config.model.tie_embeddings: bool = True" in result.stdout
   assert "--config.sparsity.target_l0: float | None = None  # mean non-zeros" in result.stdout
   assert "--workdir: folder of the run" in result.stdout

@@ -28,7 +28,7 @@ _MAX_REGISTERS = 128  # a lane has 255; more than half would leave too few block
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
   block_d: int  # columns of one block; wider means wider loads, but more registers
-  rows_in_flight: int = 8  # more hides more latency, and wastes more slots in the last group of a bag
+  rows_in_flight: int = 4  # more hides more latency, and wastes more slots in the last group of a bag; 4 was fastest
 
   def __post_init__(self):
     if self.block_d <= 0 or self.block_d % mosaic.LANES:
