@@ -56,11 +56,13 @@ def add(a, b):
 
 @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable)
 def cross_entropy(logits_BLV: jax.Array, targets_BL: jax.Array, weights_BL: jax.Array) -> jax.Array:
-  """Sum over targets of weight * -log p(target), in nats and float32; targets of weight 0 cannot reach it, even as NaN.
+  """Sum over targets of weight * -log p(target), in nats and float32.
 
-  Checkpointed, so that the backward pass keeps the logits in the compute dtype and no float32 copy of them.
+  Targets of weight 0 reach neither it nor a gradient, even as NaN. Checkpointed, so that the backward pass keeps the
+  logits in the compute dtype and no float32 copy of them.
   """
-  logits_BLV = logits_BLV.astype(jnp.float32)
+  # select here as well as below: the backward pass multiplies softmax by the zero that comes back, and 0 * NaN is NaN
+  logits_BLV = jnp.where(weights_BL[:, :, None] > 0, logits_BLV.astype(jnp.float32), 0.0)
   picked_BL = jnp.take_along_axis(logits_BLV, targets_BL[:, :, None], axis=-1)[:, :, 0]
   nats_BL = jax.nn.logsumexp(logits_BLV, axis=-1) - picked_BL
   return jnp.sum(jnp.where(weights_BL > 0, weights_BL * nats_BL, 0.0))
