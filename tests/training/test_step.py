@@ -172,6 +172,30 @@ def test_loss_of_a_step_equals_a_float64_oracle_over_the_global_batch(one, resul
   assert l1 > 0.1 * cross_entropy, "the test would not see an L1 term that is wrong"
 
 
+def test_activations_of_a_step_are_counted_over_real_tokens_as_a_float64_oracle_counts_them(one, result):
+  batch, parameters, fires = batch_of(), float64(one.start.model), []
+  for b in range(8):
+    _, _, layers = oracle.decoder(parameters, batch["inputs_BL"][b], MODEL, batch["segments_BL"][b])
+    fires.append(np.stack([f for _, f in layers])[:, batch["segments_BL"][b] > 0])
+  fires = np.concatenate(fires, axis=1)  # layer, real token, neuron
+  np.testing.assert_allclose(result[1]["l0_per_layer"], fires.sum(2).mean(1), rtol=1e-6)
+  np.testing.assert_array_equal(result[1]["dead_per_layer"], (~fires.any(1)).sum(1))
+  np.testing.assert_allclose(result[0].l0, fires.sum(2).mean(), rtol=1e-6)
+
+
+def test_dead_gates_are_redrawn_otherwise_in_another_step(one, result):
+  """The optimiser counts for itself, so a state whose step alone is later differs in the noise alone."""
+  later = dataclasses.replace(one.fresh(), step=jnp.int32(7))
+  after = leaves(jax.device_get(one(later, batch_of())[0].model))
+  for name, value in leaves(result[0].model).items():
+    differs = after[name] != value
+    if "w_gate_FD" in name:
+      assert differs[0, 3].all()
+      assert differs[1, 5].all()
+      differs[0, 3], differs[1, 5] = False, False
+    assert not differs.any(), name
+
+
 def test_gradient_of_a_step_equals_differences_of_the_float64_oracle(one, result):
   """Along random directions, one for each kind of parameter; the gradient is read from Adam before its clipping."""
   parameters, rng = float64(one.start.model), np.random.default_rng(1)
