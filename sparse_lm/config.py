@@ -190,6 +190,11 @@ class TrainingConfig:
     ]
     _require_positive("training", self, positive + (["eval_batches"] if self.eval_batches is not None else []))
     _require_at_least("training", self, ["warmup_steps", "weight_decay"], 0)
+    if self.warmup_steps >= self.steps:
+      raise UserError(
+        f"training.warmup_steps={self.warmup_steps} must be less than training.steps={self.steps};"
+        " the learning rate falls after the warm-up"
+      )
     for name in ("beta1", "beta2"):
       if not 0 <= getattr(self, name) < 1:
         raise UserError(f"training.{name}={getattr(self, name)} must lie in [0, 1)")

@@ -139,3 +139,11 @@ def test_config_is_the_one_on_record(name):
 
 def test_no_record_is_left_of_a_config_that_is_gone():
   assert {path.stem for path in GOLDEN.glob("*.json")} == set(NAMES)
+
+
+@pytest.mark.parametrize("steps", [1, 20, 30])
+def test_a_warmup_as_long_as_the_run_is_refused_by_both_names(steps):
+  config = LmConfig()
+  config.training.steps = steps
+  with pytest.raises(UserError, match=rf"warmup_steps=30 must be less than training\.steps={steps}"):
+    config.validate()
