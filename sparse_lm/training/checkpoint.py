@@ -95,7 +95,7 @@ def read_metadata(path: Path) -> Json:
     DamagedError: it cannot be read, or is not what was saved.
   """
   try:
-    return _unseal(ocp.metadata(path).custom_metadata)
+    return _unseal(ocp.metadata(path.absolute()).custom_metadata)
   except DamagedError:
     raise
   except Exception as error:  # whatever Orbax or the file system raises, the checkpoint cannot be used
@@ -115,7 +115,7 @@ def load(path: Path, abstract):
   checksums = read_metadata(path)["checksums"]
   wanted = flatten(abstract)
   try:
-    leaves = ocp.load(path, {name: wanted.get(name, ocp.PLACEHOLDER) for name in checksums | wanted})
+    leaves = ocp.load(path.absolute(), {name: wanted.get(name, ocp.PLACEHOLDER) for name in checksums | wanted})
   except Exception as error:
     raise DamagedError(_first_line(error)) from error
   leaves = {name: leaf for name, leaf in leaves.items() if name in wanted}
@@ -181,8 +181,8 @@ class Saver:
         shutil.rmtree(entry)
     self._directory = directory
     self._pending: tuple[int, ocp.AsyncResponse] | None = None
-    self._checkpointer = ocp.training.Checkpointer(
-      directory, preservation_policy=ocp.training.preservation_policies.LatestN(keep)
+    self._checkpointer = ocp.training.Checkpointer(  # Orbax refuses relative paths when it writes
+      directory.absolute(), preservation_policy=ocp.training.preservation_policies.LatestN(keep)
     )
 
   def save(self, step: int, tree, metadata: Json) -> None:
@@ -201,8 +201,8 @@ class Saver:
     assert response is not None, f"Orbax declined to save step {step}"
     self._pending = (step, response)
 
-  def wait(self) -> None:
-    """Returns when nothing is being written.
+  def wait(self, timeout: float | None = None) -> None:
+    """Returns when nothing is being written, or after `timeout` seconds; 0 asks only whether the save has failed.
 
     Raises:
       SaveError: the save in progress failed; older checkpoints are intact.
@@ -210,11 +210,14 @@ class Saver:
     if self._pending is None:
       return
     step, response = self._pending
-    self._pending = None
     try:
-      response.result()
+      response.result(timeout)
     except Exception as error:
+      if timeout is not None and isinstance(error, TimeoutError):
+        return
+      self._pending = None
       raise self._failure(step, error) from error
+    self._pending = None
 
   def _failure(self, step: int, error: Exception) -> SaveError:
     older = [s for s in steps(self._directory) if s != step]

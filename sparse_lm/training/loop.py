@@ -228,6 +228,7 @@ class _Run:
     self.progress.step(step, _line(entry, self.config))
     if bad >= 0:
       self._stop_on_nonfinite(bad)
+    self.saver.wait(timeout=0)  # a full disk is said now, not when the next checkpoint is due
     return entry
 
   def _evaluate(self, state: TrainState) -> Json:

@@ -189,6 +189,14 @@ def test_a_failed_save_ends_the_run_non_zero_with_the_old_checkpoint_intact(star
   assert losses(workdir) == uninterrupted
 
 
+class Failed:
+  """A save that met a full disk."""
+
+  def result(self, timeout=None):
+    del timeout
+    raise OSError(28, "No space left on device")
+
+
 def test_a_failure_of_the_last_save_counts_too(config, tmp_path, monkeypatch):
   save = checkpoint.Saver.save
 
@@ -197,15 +205,29 @@ def test_a_failure_of_the_last_save_counts_too(config, tmp_path, monkeypatch):
     if step == config.training.steps:
       self._pending[1].result()
 
-      class Failed:
-        def result(self):
-          raise OSError(28, "No space left on device")
-
       self._pending = (step, Failed())
 
   monkeypatch.setattr(checkpoint.Saver, "save", fail_at_the_end)
   with pytest.raises(SaveError, match=r"checkpoint of step 16 could not be written .*No space left on device"):
     train(config, tmp_path / "run")
+
+
+def test_a_failed_save_is_said_before_the_next_one_is_due(config, tmp_path, monkeypatch):
+  config = config_io.overlay(config, {"checkpoint.every": 12})
+  monkeypatch.setattr(checkpoint.ocp.training.Checkpointer, "save_async", lambda *args, **kwargs: Failed())
+  with pytest.raises(SaveError, match=r"checkpoint of step 12 could not be written .*No space left on device"):
+    train(config, tmp_path / "run")
+  assert max(losses(tmp_path / "run")) < config.training.steps
+
+
+def test_a_work_folder_may_be_a_relative_path(config, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  train(config, Path("run"))
+  damage_cut(Path("run/checkpoints/16/_CHECKPOINT_METADATA"), 0.5)
+  before = losses(Path("run"))
+  train(config, Path("run"))
+  assert losses(Path("run")) == before
+  train(config_io.overlay(config, {"checkpoint.restore_path": "run/checkpoints/16"}), Path("other"))
 
 
 @pytest.mark.parametrize("shape", [(8, 1), (2, 2), (1, 4), (1, 1)], ids=str)
