@@ -13,9 +13,9 @@ from flax import nnx
 
 from sparse_lm.config import ModelConfig, PrecisionConfig
 from sparse_lm.models.attention import Attention, rotary_angles
+from sparse_lm.models.embedding import embed
 from sparse_lm.models.feedforward import Stats, make_feedforward
 from sparse_lm.models.normalization import RmsNorm
-from sparse_lm.parallel import sharding
 from sparse_lm.precision.linear import linear
 from sparse_lm.precision.recipes import RECIPES, Recipe
 
@@ -100,9 +100,3 @@ class Transformer(nnx.Module):
     """Scores of the next token, in the compute dtype."""
     head_VD = self.embedding_VD if self.head_VD is None else self.head_VD
     return linear("BLD,VD->BLV", x_BLD, head_VD[...], self.recipe)
-
-
-def embed(table_VD: jax.Array, tokens_BL: jax.Array, recipe: Recipe) -> jax.Array:
-  """Rows of the table, in the compute dtype. An id outside the table gives NaN, which stops a run, not another row."""
-  table_VD = sharding.gather(table_VD.astype(recipe.compute_dtype))
-  return table_VD.at[tokens_BL].get(mode="fill", fill_value=jnp.nan, out_sharding=sharding.activations(3))

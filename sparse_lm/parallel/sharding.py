@@ -57,13 +57,16 @@ def activations(ndim: int) -> P | None:
 
 
 def per_device_batch(f):
-  """f runs on each device's own rows of the batch: for operations that cannot be partitioned automatically."""
+  """f runs on each device's own rows of the batch: for operations that cannot be partitioned automatically.
+
+  Takes and returns arrays whose first axis is the batch, or in a result whatever a device adds to it.
+  """
 
   def run(*arrays):
     if not _under_mesh():
       return f(*arrays)
     specs = tuple(RULES.activations(x.ndim) for x in arrays)
-    out = jax.eval_shape(f, *arrays)
+    out = jax.eval_shape(f, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays))
     return jax.shard_map(f, in_specs=specs, out_specs=jax.tree.map(lambda o: RULES.activations(o.ndim), out))(*arrays)
 
   return run

@@ -63,7 +63,8 @@ def cross_entropy(logits_BLV: jax.Array, targets_BL: jax.Array, weights_BL: jax.
   """
   # select here as well as below: the backward pass multiplies softmax by the zero that comes back, and 0 * NaN is NaN
   logits_BLV = jnp.where(weights_BL[:, :, None] > 0, logits_BLV.astype(jnp.float32), 0.0)
-  picked_BL = jnp.take_along_axis(logits_BLV, targets_BL[:, :, None], axis=-1)[:, :, 0]
+  # A sum of one term, and not an indexed read, whose gradient would be a scatter into an array of all logits.
+  picked_BL = jnp.sum(logits_BLV, axis=-1, where=jax.nn.one_hot(targets_BL, logits_BLV.shape[-1], dtype=bool))
   nats_BL = jax.nn.logsumexp(logits_BLV, axis=-1) - picked_BL
   return jnp.sum(jnp.where(weights_BL > 0, weights_BL * nats_BL, 0.0))
 

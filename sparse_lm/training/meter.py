@@ -39,8 +39,9 @@ class Meter:
     stats = self._devices[0].memory_stats() or {}  # CPUs have none
     if "peak_bytes_in_use" in stats:
       entry["peak_device_bytes"] = stats["peak_bytes_in_use"]
-    if self._joules:
-      entry["joules_per_token"] = (self._joules() - self._joules_at_start) / (steps * self._tokens_per_step)
+    # The counter moves some ten times a second; an interval that it did not see has no energy to report.
+    if self._joules and (joules := self._joules() - self._joules_at_start) > 0:
+      entry["joules_per_token"] = joules / (steps * self._tokens_per_step)
     self.start(step)
     return entry
 

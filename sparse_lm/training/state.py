@@ -60,6 +60,11 @@ def make_optimizer(config: LmConfig) -> optax.GradientTransformation:
 _COMPILE_FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
+# For every program whose results are written down. Otherwise XLA for GPUs adds with atomics and picks matrix kernels by
+# timing them anew in each process, and a run that is resumed would not continue with the same bits. CPUs ignore it.
+DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
+
+
 def make_init(config: LmConfig) -> jax.stages.Wrapped:
   """Returns the jitted maker of a fresh state, laid out by the sharding rules; its values depend on the seed alone."""
 
@@ -81,7 +86,7 @@ def make_init(config: LmConfig) -> jax.stages.Wrapped:
 
 
 def make_train_step(config: LmConfig) -> Callable:
-  """Returns `step(state, batch) -> (state, metrics)` for `jax.jit` with the state donated.
+  """Returns `step(state, batch) -> (state, metrics)` for `jax.jit` with the state donated, compiled as DETERMINISTIC.
 
   Each array of the batch is [A, B/A, L]: A micro-batches of the global batch, whose gradients add up to the gradient of
   all B sequences at once.

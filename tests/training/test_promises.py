@@ -1,5 +1,6 @@
 """What the README promises of a run that is stopped, damaged or fails, each promise under its own name."""
 
+import os
 import resource
 import shutil
 import signal
@@ -55,6 +56,25 @@ def test_killed_at_any_moment_the_same_command_reaches_the_same_losses_bit_for_b
   assert "resuming at step" in out
   assert losses(workdir) == uninterrupted
   assert not list((workdir / "checkpoints").glob("*tmp*")), "stale temporary folders are cleaned"
+
+
+@pytest.mark.gpu
+def test_killed_on_a_gpu_the_same_command_reaches_the_same_losses_bit_for_bit(start, tmp_path):
+  """There, atomic additions and kernels chosen by timing them would differ in every process."""
+  changes = {"precision.recipe": "bf16", "model.model_width": 256, "model.ffn_width": 512, "model.context_length": 64}
+  changes |= {"training.steps": 200, "checkpoint.every": 50, "training.eval_every": 100}
+  environment = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.1"}  # beside the process of these tests
+  again = lambda workdir: start(workdir, changes=changes, env=environment)
+  code, _, err = finish(again("whole"))
+  assert code == 0, err
+  process = again("run")
+  wait_until(lambda: checkpoint.steps(tmp_path / "run" / "checkpoints"), process)
+  process.send_signal(signal.SIGKILL)
+  finish(process)
+  code, out, err = finish(again("run"))
+  assert code == 0, err
+  assert "resuming at step" in out
+  assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
 @pytest.mark.slow
