@@ -5,7 +5,6 @@ model code that training uses; float32 master weights, random tokens. loop: what
 jitted step on the demo config, and the time to the first step. Both write a record and print it as a table.
 """
 
-import functools
 import io
 import statistics
 import subprocess
@@ -35,7 +34,7 @@ from sparse_lm.training.energy import energy_counter
 from sparse_lm.training.loop import train
 from sparse_lm.training.losses import objective, totals
 from sparse_lm.training.progress import Progress
-from sparse_lm.training.state import DETERMINISTIC, make_init, make_train_step
+from sparse_lm.training.state import COMPILER_OPTIONS, make_init, make_train_step
 
 _WHAT = flags.DEFINE_enum("what", None, ["dense", "loop"], "what to measure")
 _RECORD = flags.DEFINE_string("record", None, "new folder for config.json, env.json, metrics.jsonl, table.md")
@@ -50,7 +49,6 @@ _REPEATS = flags.DEFINE_integer("repeats", 5, "dense: queues, loop: pairs of run
 _STEPS = flags.DEFINE_integer("steps", 100, "loop: steps of a run")
 
 Json = dict[str, Any]
-_jit = functools.partial(jax.jit, compiler_options=DETERMINISTIC)  # as training compiles
 
 
 def main(argv: list[str]) -> None:
@@ -103,7 +101,7 @@ def _time_dense(what: str, config: LmConfig, mesh: Mesh) -> Json:
   micro = jax.tree.map(lambda x: x[0], batch)
   state = make_init(config)()
   if what == "AdamW step":
-    compiled = _jit(make_train_step(config), donate_argnums=0).lower(state, batch).compile()
+    compiled = make_train_step(config).lower(state, batch).compile()
     timing = _time(lambda state: compiled(state, batch)[0], state)
   else:
     model = state.model
@@ -113,7 +111,8 @@ def _time_dense(what: str, config: LmConfig, mesh: Mesh) -> Json:
       return jax.grad(objective, has_aux=True)(model, micro, totals(micro), jnp.float32(0), config)[0]
 
     forward = lambda model, micro: model(micro["inputs_BL"])[0]
-    compiled = _jit(forward if what == "forward" else gradient).lower(model, micro).compile()
+    jitted = jax.jit(forward if what == "forward" else gradient, compiler_options=COMPILER_OPTIONS)
+    compiled = jitted.lower(model, micro).compile()
     timing = _time(lambda _: compiled(model, micro), None)
   tokens = config.training.batch_size * config.model.context_length
   flops = mfu.forward_flops_per_token(config.model, with_head=what != "forward") * (1 if what == "forward" else 3)
@@ -193,7 +192,7 @@ def loop_cases():
   mesh = make_mesh(config)
   with jax.set_mesh(mesh):
     batch = _random_batch(config, mesh)
-    compiled = _jit(make_train_step(config), donate_argnums=0).lower(make_init(config)(), batch).compile()
+    compiled = make_train_step(config).lower(make_init(config)(), batch).compile()
   for _ in range(_REPEATS.value):
     with tempfile.TemporaryDirectory() as folder:
       train(config, Path(folder), progress=Progress(config.training.steps, io.StringIO()))

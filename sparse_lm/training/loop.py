@@ -26,7 +26,7 @@ from sparse_lm.parallel.sharding import RULES
 from sparse_lm.training import checkpoint, losses, recorder
 from sparse_lm.training.meter import Meter
 from sparse_lm.training.progress import Progress
-from sparse_lm.training.state import DETERMINISTIC, TrainState, make_init, make_train_step
+from sparse_lm.training.state import COMPILER_OPTIONS, TrainState, make_init, make_train_step
 from sparse_lm.training.stop import StopSignal
 
 Json = dict[str, Any]
@@ -199,8 +199,7 @@ class _Run:
     """Ahead of time, so that the first step is like every other and the memory it needs is known before it starts."""
     start, training = time.perf_counter(), self.config.training
     batch = self._put(self.dataset.train.gather(np.zeros(training.batch_size, np.int64)), training.accumulation_steps)
-    jitted = jax.jit(make_train_step(self.config), donate_argnums=0, compiler_options=DETERMINISTIC)
-    step = jitted.lower(state, batch).compile()
+    step = make_train_step(self.config).lower(state, batch).compile()
     memory = step.memory_analysis()
     temporaries = f", {memory.temp_size_in_bytes / 2**20:,.0f} MiB of temporaries" if memory is not None else ""
     self.progress.line(f"compiled the training step in {time.perf_counter() - start:.1f} s{temporaries}")
@@ -267,7 +266,7 @@ class _Run:
     )
 
 
-@jax.jit(static_argnames="document_mask", compiler_options=DETERMINISTIC)
+@jax.jit(static_argnames="document_mask", compiler_options=COMPILER_OPTIONS)
 def _eval_step(model, batch: dict[str, jax.Array], *, document_mask: bool) -> tuple[losses.Sums, losses.Totals]:
   return losses.forward(model, batch, document_mask=document_mask), losses.totals(batch)
 

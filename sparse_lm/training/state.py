@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -60,9 +59,15 @@ def make_optimizer(config: LmConfig) -> optax.GradientTransformation:
 _COMPILE_FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
-# For every program whose results are written down. Otherwise XLA for GPUs adds with atomics and picks matrix kernels by
-# timing them anew in each process, and a run that is resumed would not continue with the same bits. CPUs ignore it.
-DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
+# For every program whose results are written down.
+COMPILER_OPTIONS = {
+  # Otherwise XLA adds with atomics and picks matrix kernels by timing them anew in each process, and a run that is
+  # resumed would not continue with the same bits.
+  "xla_gpu_deterministic_ops": True,
+  # Otherwise virtual devices start independent collectives together, each wait takes a thread, and a machine of few
+  # cores runs out of threads: it hangs, then aborts. (On two cores a step is not slower without it.)
+  "xla_cpu_enable_concurrency_optimized_scheduler": False,
+}
 
 
 def make_init(config: LmConfig) -> jax.stages.Wrapped:
@@ -85,8 +90,8 @@ def make_init(config: LmConfig) -> jax.stages.Wrapped:
   return init
 
 
-def make_train_step(config: LmConfig) -> Callable:
-  """Returns `step(state, batch) -> (state, metrics)` for `jax.jit` with the state donated, compiled as DETERMINISTIC.
+def make_train_step(config: LmConfig) -> jax.stages.Wrapped:
+  """Returns the jitted `step(state, batch) -> (state, metrics)`, which consumes the state.
 
   Each array of the batch is [A, B/A, L]: A micro-batches of the global batch, whose gradients add up to the gradient of
   all B sequences at once.
@@ -113,6 +118,7 @@ def make_train_step(config: LmConfig) -> Callable:
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, out_sharding=s.sharding), shapes)
     return jax.lax.scan(add, zeros, batch)[0]
 
+  @functools.partial(jax.jit, donate_argnums=0, compiler_options=COMPILER_OPTIONS)
   def step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
     sizes = losses.totals(batch)
     kept_coefficient, coefficient = coefficients(state)

@@ -34,7 +34,7 @@ def one_step(config, *, data=1, fsdp=1, micro_batches=1):
   with jax.set_mesh(mesh):
     spec = NamedSharding(mesh, P(None, *RULES.activations(2)))
     batch = {k: jax.device_put(x.reshape(micro_batches, -1, x.shape[-1]), spec) for k, x in batch_of(config).items()}
-    return jax.jit(make_train_step(config))(make_init(config)(), batch)
+    return make_train_step(config)(make_init(config)(), batch)
 
 
 @pytest.mark.parametrize(

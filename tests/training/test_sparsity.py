@@ -147,7 +147,7 @@ def test_a_run_reaches_its_target_l0_once_the_warmup_is_over(config):
   following = np.array([rng.permutation(32)[:3] for _ in range(32)])
   with jax.set_mesh(mesh):
     state = make_init(config)()
-    step = jax.jit(make_train_step(config), donate_argnums=0)
+    step = make_train_step(config)
     layout = NamedSharding(mesh, P(None, ("data", "fsdp"), None))
     history, coefficients = [], []
     for _ in range(300):

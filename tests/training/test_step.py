@@ -72,7 +72,7 @@ class Compiled:
     self.layout = NamedSharding(self.mesh, P(None, *RULES.activations(2)))
     self.start = self.fresh()
     with jax.set_mesh(self.mesh):
-      lowered = jax.jit(state.make_train_step(config), donate_argnums=0).lower(self.start, self.put(batch_of()))
+      lowered = state.make_train_step(config).lower(self.start, self.put(batch_of()))
       self.step = lowered.compile(FAST)
 
   def fresh(self):
