@@ -8,15 +8,16 @@ which a kernel beats only as far as caches hold repeated rows.
 """
 
 import functools
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from pallas_kernels import bench, mosaic
 from pallas_kernels.embedding import bag_hopper, reference, shapes
+from sparse_lm.errors import UserError
+from sparse_lm.flags import run
 
 _RECORD = flags.DEFINE_string(
   "record", None, "New folder for config.json, env.json, metrics.jsonl, table.md.", required=True
@@ -127,11 +128,11 @@ def table(cases: list[dict]) -> str:
   return f"{bench.markdown_table(header, rows)}\n{ceiling}"
 
 
-def run(folder: str, *, only: str = "", sweep: bool = False, interpret: bool = False) -> str:
+def run_cases(folder: str, *, only: str = "", sweep: bool = False, interpret: bool = False) -> str:
   """Runs the cases whose name contains `only`, writes the record, and returns its table."""
   chosen = {name: shape for name, shape in shapes.BENCHMARK.items() if only in name}
   if not chosen:
-    raise ValueError(f"bench_kernels: --only={only} matches none of {list(shapes.BENCHMARK)}")
+    raise UserError(f"--only={only} is part of no case's name; the cases are {', '.join(shapes.BENCHMARK)}")
   record = bench.Record(folder, {"only": only, "sweep": sweep, "cases": list(chosen)})
   limits = bench.ceilings()
   for name, shape in chosen.items():
@@ -145,15 +146,15 @@ def run(folder: str, *, only: str = "", sweep: bool = False, interpret: bool = F
 
 def main(argv: list[str]) -> None:
   """Runs on a Hopper GPU; on anything else a time would mean nothing, so there is none."""
-  if len(argv) > 1:
-    sys.exit(f"bench_kernels takes flags only, got {argv[1:]}")
+  if argv[1:]:
+    raise UserError(f"{argv[1]!r} is not a flag; write --name=value")
   if (reason := mosaic.missing_hopper()) is not None:
-    sys.exit(f"bench_kernels measures kernels for sm_90: {reason}; no times were taken")
+    raise UserError(f"bench_kernels measures kernels for sm_90: {reason}; no times were taken")
   try:
-    print(run(_RECORD.value, only=_ONLY.value, sweep=_SWEEP.value))
-  except (ValueError, FileExistsError) as error:
-    sys.exit(str(error))
+    print(run_cases(_RECORD.value, only=_ONLY.value, sweep=_SWEEP.value))
+  except FileExistsError as error:
+    raise UserError(str(error)) from None
 
 
 if __name__ == "__main__":
-  app.run(main)
+  run(main)

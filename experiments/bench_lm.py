@@ -5,6 +5,7 @@ model code that training uses; float32 master weights, random tokens. loop: what
 jitted step on the demo config, and the time to the first step. Both write a record and print it as a table.
 """
 
+import functools
 import io
 import statistics
 import subprocess
@@ -42,18 +43,22 @@ _MODELS = flags.DEFINE_list(
   "models", ["paper_0_5b", "paper_1b", "paper_1_5b", "paper_2b"], "dense: files of configs/lm"
 )
 _REMAT = flags.DEFINE_list("remat", ["dots_and_attention"], "dense: rematerialisation policies of the training cases")
-_FORWARD_BATCH = flags.DEFINE_integer("forward_batch", 64, "dense: sequences of the forward pass")
+_count = functools.partial(flags.DEFINE_integer, lower_bound=1)
+_FORWARD_BATCH = _count("forward_batch", 64, "dense: sequences of the forward pass")
 _TRAIN_BATCH = flags.DEFINE_list("train_batch", ["8"], "dense: sequences of a training step, one case each")
-_CALLS = flags.DEFINE_integer("calls", 5, "dense: calls in a queue; a time is that of a queue divided by its calls")
-_REPEATS = flags.DEFINE_integer("repeats", 5, "dense: queues, loop: pairs of runs; medians are reported")
-_STEPS = flags.DEFINE_integer("steps", 100, "loop: steps of a run")
+_CALLS = _count("calls", 5, "dense: calls in a queue; a time is that of a queue divided by its calls")
+_REPEATS = _count("repeats", 5, "dense: queues, loop: pairs of runs; medians are reported")
+_STEPS = flags.DEFINE_integer("steps", 100, "loop: steps of a run", lower_bound=40)  # two log entries past the warm-up
 
 Json = dict[str, Any]
 
 
 def main(argv: list[str]) -> None:
   """Measures, records, prints."""
-  del argv
+  if argv[1:]:
+    raise UserError(f"{argv[1]!r} is not a flag; write --name=value")
+  if bad := [size for size in _TRAIN_BATCH.value if not size.isdigit() or int(size) == 0]:
+    raise UserError(f"--train_batch={bad[0]!r} must be positive integers, separated by commas")
   if _WHAT.value is None or _RECORD.value is None:
     raise UserError(
       "--what=dense|loop and --record=FOLDER are needed; for example --what=loop --record=runs/bench_loop"

@@ -4,6 +4,7 @@ Trains each for some hundred steps on real English text, then prints and writes 
 plots. Stopped at any moment, the same command goes on where it was.
 """
 
+import os
 import time
 from pathlib import Path
 
@@ -12,29 +13,36 @@ from absl import flags
 
 from sparse_lm import config_io, report
 from sparse_lm.config import LmConfig
+from sparse_lm.errors import UserError
 from sparse_lm.flags import run_with_config
 from sparse_lm.training.loop import train
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/demo", "folder of the report; each model has a folder of its own in it")
 
 # What is said of a model in the report, and what differs from the config.
+_DENSE = {"sparsity.l1_coefficient": 0.0, "sparsity.target_l0": None, "sparsity.reinit_rate": 0.0}
 VARIANTS = {
-  "dense": {},
+  "dense": _DENSE,
   "sparse": {"sparsity.l1_coefficient": 1e-3},
   "sparser": {"sparsity.l1_coefficient": 2.5e-3},
-  "no FFN": {"model.ffn_kind": "none"},
+  "no FFN": _DENSE | {"model.ffn_kind": "none"},
 }
 
 
 def main(config: LmConfig) -> None:
   """Trains what is not trained yet, and reports."""
-  start, workdir = time.perf_counter(), Path(_WORKDIR.value)
+  start, workdir = time.perf_counter(), Path(os.path.expanduser(_WORKDIR.value))
+  configs = {name: config_io.overlay(config, changes) for name, changes in VARIANTS.items()}
+  for variant in configs.values():  # all of them before minutes go into the first
+    variant.validate()
+  if config.data.validation_fraction == 0:
+    raise UserError("data.validation_fraction=0 leaves nothing to compare the models on; give a share above 0")
   # Models that differ in their L1 coefficient alone share one program.
   jax.config.update("jax_compilation_cache_dir", str(workdir / "compiled"))
   folders = {name: workdir / name.replace(" ", "_") for name in VARIANTS}
-  for n, (name, changes) in enumerate(VARIANTS.items(), start=1):
-    print(f"\n== {n} of {len(VARIANTS)}: {name} ==", flush=True)
-    train(config_io.overlay(config, changes), folders[name])
+  for n, (name, variant) in enumerate(configs.items(), start=1):
+    print(f"\n== {n} of {len(configs)}: {name} ==", flush=True)
+    train(variant, folders[name])
   runs = {name: report.read_run(folder) for name, folder in folders.items()}
   table = report.markdown_table(runs, baseline="dense")
   plots = report.plot(runs, workdir)

@@ -59,14 +59,22 @@ def ceilings(copy_bytes: int = 1 << 30, matmul_size: int = 8192) -> dict[str, fl
 def environment() -> dict:
   """Returns versions, device, commit and command."""
   device = jax.devices()[0]
-  commit = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True)
   return {
     "versions": {"python": platform.python_version(), "jax": jax.__version__, "numpy": np.__version__},
     "device": {"kind": device.device_kind, "platform": device.platform, "count": jax.device_count()},
-    "git_commit": commit.stdout.strip() or None,
+    "git_commit": _git_commit(),
     "command": [os.path.relpath(sys.argv[0]), *sys.argv[1:]],
     "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
   }
+
+
+def _git_commit() -> str | None:
+  """The commit of this source, wherever it is run from; None outside a repository or without git."""
+  command = ["git", "-C", os.path.dirname(__file__), "describe", "--always", "--dirty", "--abbrev=40"]
+  try:
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
+  except OSError:
+    return None
 
 
 class Record:

@@ -11,7 +11,6 @@ from collections.abc import Collection
 from sparse_lm.errors import UserError
 
 FFN_KINDS = ("gated_relu", "relu", "gated_silu", "none")
-FFN_IMPLEMENTATIONS = ("dense",)
 ATTENTION_IMPLEMENTATIONS = ("auto", "xla", "cudnn")
 REMAT_POLICIES = ("none", "full", "dots", "dots_and_attention")
 RECIPES = ("bf16", "fp32")
@@ -32,7 +31,6 @@ class ModelConfig:
   num_kv_heads: int | None = None  # None: as many as num_heads (multi-head attention)
   ffn_width: int = 384
   ffn_kind: str = "gated_relu"
-  ffn_implementation: str = "dense"
   attention_implementation: str = "auto"  # cudnn on a GPU in bf16, xla elsewhere
   tie_embeddings: bool = True
   rope_theta: float = 10_000.0
@@ -56,7 +54,6 @@ class ModelConfig:
     _require_positive("model", self, sizes + (["num_kv_heads"] if self.num_kv_heads is not None else []))
     _require_positive("model", self, ["rope_theta", "norm_epsilon", "init_std"])
     _require_one_of("model.ffn_kind", self.ffn_kind, FFN_KINDS)
-    _require_one_of("model.ffn_implementation", self.ffn_implementation, FFN_IMPLEMENTATIONS)
     _require_one_of("model.attention_implementation", self.attention_implementation, ATTENTION_IMPLEMENTATIONS)
     _require_one_of("model.remat", self.remat, REMAT_POLICIES)
     if self.model_width % self.num_heads:
@@ -266,6 +263,7 @@ def _require_positive(prefix: str, section: object, names: Collection[str]) -> N
     value = getattr(section, name)
     if not (value > 0 and math.isfinite(value)):
       raise UserError(f"{prefix}.{name}={value} must be positive")
+    _require_32_bits(f"{prefix}.{name}", value)
 
 
 def _require_at_least(prefix: str, section: object, names: Collection[str], low: float) -> None:
@@ -273,6 +271,12 @@ def _require_at_least(prefix: str, section: object, names: Collection[str], low:
     value = getattr(section, name)
     if not (value >= low and math.isfinite(value)):
       raise UserError(f"{prefix}.{name}={value} must be at least {low}")
+    _require_32_bits(f"{prefix}.{name}", value)
+
+
+def _require_32_bits(name: str, value: float) -> None:
+  if isinstance(value, int) and value >= 2**31:
+    raise UserError(f"{name}={value} must be less than 2**31; steps and sizes are counted in 32 bits")
 
 
 def _require_one_of(name: str, value: str, allowed: Collection[str]) -> None:

@@ -13,8 +13,10 @@ import errno
 import functools
 import inspect
 import io
+import os
 import pathlib
 import runpy
+import signal
 import sys
 import tokenize
 import traceback
@@ -24,7 +26,7 @@ from typing import Any, Protocol
 from absl import app, flags, logging
 
 from sparse_lm import config_io
-from sparse_lm.errors import EXIT_SAVE_FAILED, EXIT_USER_ERROR, UserError
+from sparse_lm.errors import EXIT_PREEMPTED, EXIT_SAVE_FAILED, EXIT_USER_ERROR, UserError
 
 EXIT_INTERRUPTED = 130  # what a shell reports of a program that Ctrl-C ended
 _NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -94,11 +96,11 @@ def load_config[ConfigT: Config](path: str, config_class: type[ConfigT]) -> Conf
     UserError: if there is no such file, it fails, or it returns something else than a well-typed `config_class`.
   """
   filename, *argument = path.split(":", 1)
-  if not pathlib.Path(filename).is_file():
+  if not os.path.isfile(filename):
     raise UserError(f"--config={path}: {_why_no_file(pathlib.Path(filename))}")
   try:
     config = runpy.run_path(filename)["get_config"](*argument)
-  except Exception as error:  # a config file is a program and can fail in any way
+  except (Exception, SystemExit) as error:  # a config file is a program and can fail in any way
     raise UserError(f"--config={path}: {_failure_of_config_file(error, filename)}") from error
   if not isinstance(config, config_class):
     raise UserError(
@@ -127,6 +129,11 @@ def _run(main: Callable[[list[str]], int | None], parse: Callable[[list[str]], l
       logging.set_verbosity(logging.FATAL)
     return arguments
 
+  # Before a program listens for itself, and if a second signal comes while it saves. SystemExit passes every `except`.
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_PREEMPTED))
+  for stream in (sys.stdout, sys.stderr):
+    if isinstance(stream, io.TextIOWrapper):
+      stream.reconfigure(errors="backslashreplace")  # a path may hold what the terminal's encoding does not
   with _errors_in_one_line():
     app.run(main_in_tree_mode, flags_parser=parse_with_quiet_default)
 
@@ -137,8 +144,23 @@ def _errors_in_one_line() -> Iterator[None]:
     yield
   except UserError as error:
     _leave(str(error), error.exit_code)
+  except SystemExit as leaving:
+    if leaving.code != EXIT_PREEMPTED:
+      raise
+    _leave(
+      "stopped by SIGTERM at once; the same command goes on from the last checkpoint, if there is one", leaving.code
+    )
   except KeyboardInterrupt:
     _leave("interrupted", EXIT_INTERRUPTED)
+  except (MemoryError, RuntimeError) as error:
+    if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):  # so JAX says it
+      raise
+    reason = (str(error).strip().splitlines() or ["no reason given"])[0][:200]
+    _leave(
+      f"out of memory ({reason}); make the batch or the model smaller, raise training.accumulation_steps, set"
+      " model.remat, or share the weights over more devices with parallel.fsdp",
+      EXIT_USER_ERROR,
+    )
   except OSError as error:
     if error.errno not in _NOT_ALLOWED + _DISK_FULL:
       raise
@@ -241,15 +263,15 @@ def _unknown_flag(name: str, flag_values: flags.FlagValues) -> str:
 
 
 def _why_no_file(path: pathlib.Path) -> str:
-  if path.is_dir():
+  if os.path.isdir(path):
     return "this is a folder, not a config file"
-  if not path.parent.is_dir():
+  if not os.path.isdir(path.parent):
     return f"there is no folder {path.parent}"
   nearest = difflib.get_close_matches(path.name, [other.name for other in path.parent.glob("*.py")], n=1)
   return f"no such file; did you mean {path.with_name(nearest[0])}?" if nearest else "no such file"
 
 
-def _failure_of_config_file(error: Exception, filename: str) -> str:
+def _failure_of_config_file(error: BaseException, filename: str) -> str:
   """Says what went wrong in a config file, and in which of its lines."""
   if isinstance(error, KeyError) and error.args == ("get_config",):
     return "defines no get_config()"

@@ -27,9 +27,10 @@ find_python() {
 
 stamp=.venv/installed-$extra
 wanted=$(cat pyproject.toml constraints.txt | cksum)
-[ -x .venv/bin/python ] && works .venv/bin/python && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && exit 0
+made() { [ -x .venv/bin/python ] && works .venv/bin/python && .venv/bin/python -c 'import pip' 2>/dev/null; }
+made && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && exit 0
 
-if ! { [ -x .venv/bin/python ] && works .venv/bin/python; }; then
+if ! made; then
   python=${PYTHON:-$(find_python)} || fail "no Python >= 3.12 found (looked for python3.12 to 3.14 on PATH, pyenv, uv);" \
     "install one, for example with 'uv python install 3.12' or 'pyenv install 3.12', or set PYTHON, and run make again"
   works "$python" || fail "PYTHON=$python is no Python >= 3.12 with venv; name another one or leave PYTHON unset"

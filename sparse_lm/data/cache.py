@@ -23,9 +23,11 @@ class DamagedError(Exception):
 def cache_root(config: DataConfig) -> Path:
   """Folder of all caches: data.cache_dir, else sparse-lm in the user's cache folder."""
   if config.cache_dir:
-    return Path(config.cache_dir).expanduser()
-  base = os.environ.get("XDG_CACHE_HOME")
-  return (Path(base) if base else Path.home() / ".cache") / "sparse-lm"
+    return Path(os.path.expanduser(config.cache_dir))
+  base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+  if base.startswith("~"):
+    raise UserError("there is no home folder for the caches of data; give data.cache_dir")
+  return Path(base) / "sparse-lm"
 
 
 def load_or_build[T](

@@ -67,7 +67,7 @@ def _matching_files(config: DataConfig, suffixes: tuple[str, ...]) -> list[Path]
 
 def _files_of_entry(entry: str, suffixes: tuple[str, ...]) -> list[Path]:
   """The file that one part of data.path names, those in its folder at any depth, or those its glob matches."""
-  path = Path(entry).expanduser()
+  path = Path(os.path.expanduser(entry))
   if os.path.exists(path) or not glob.has_magic(entry):
     matches = [path]
   else:

@@ -5,6 +5,7 @@ token, so that a document cannot forge its own end.
 """
 
 import hashlib
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -98,7 +99,7 @@ def open_tokenizer(config: LmConfig, corpus: Corpus, report: Report) -> Tokenize
 
 def _read_tokenizer(path: str) -> Tokenizer:
   try:
-    json_text = Path(path).expanduser().read_text(encoding="utf-8")
+    json_text = Path(os.path.expanduser(path)).read_text(encoding="utf-8")
   except OSError as error:
     raise UserError(f"data.tokenizer={path!r}: cannot be read ({error.strerror})") from error
   except UnicodeDecodeError as error:

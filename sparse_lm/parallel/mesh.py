@@ -1,5 +1,7 @@
 """The device mesh of a run: axes `data` (copies of the weights) and `fsdp` (shares of each weight) split the batch."""
 
+import os
+
 import jax
 from jax.sharding import Mesh
 
@@ -13,7 +15,13 @@ def make_mesh(config: LmConfig) -> Mesh:
   Raises:
     UserError: the devices, the batch or the model width do not divide as asked.
   """
-  devices = jax.devices()
+  try:
+    devices = jax.devices()
+  except (RuntimeError, AssertionError) as error:  # what JAX raises depends on which of its back ends is missing
+    raise UserError(
+      f"JAX finds no device (JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')!r}; {error});"
+      " leave JAX_PLATFORMS unset, or install the extra `cuda`"
+    ) from None
   fsdp = config.parallel.fsdp
   data = config.parallel.data if config.parallel.data is not None else max(len(devices) // fsdp, 1)
   if data * fsdp > len(devices) or (config.parallel.data is None and data * fsdp != len(devices)):

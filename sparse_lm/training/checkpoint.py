@@ -168,7 +168,8 @@ def _set_aside(path: Path) -> None:
 
 
 def _first_line(error: Exception) -> str:
-  return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+  line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+  return line.partition(" See full TensorStore details")[0][:200]
 
 
 class Saver:

@@ -8,6 +8,7 @@ mesh.
 
 import collections
 import dataclasses
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from sparse_lm import config_io, data
 from sparse_lm.config import LmConfig
 from sparse_lm.errors import NonFiniteError, Preempted, UserError
+from sparse_lm.models.transformer import Transformer
 from sparse_lm.parallel.mesh import make_mesh
 from sparse_lm.parallel.sharding import RULES
 from sparse_lm.training import checkpoint, losses, recorder
@@ -46,17 +48,25 @@ _FREE_FIELDS = (
   "data.loader",
 )
 
+# Fields of the model that another run's parameters do not depend on.
+_FREE_MODEL_FIELDS = (
+  "model.context_length",
+  "model.init_std",
+  "model.remat",
+  "model.attention_implementation",
+)
+
 
 def train(config: LmConfig, workdir: Path, *, progress: Progress | None = None) -> Json:
   """Trains until `training.steps`, from the newest whole checkpoint in the work folder if there is one.
 
   Args:
     config: validated here.
-    workdir: receives config.json, env.json, metrics.jsonl and checkpoints/.
+    workdir: a leading ~ is the home folder; receives config.json, env.json, metrics.jsonl and checkpoints/.
     progress: where lines and the bar go; standard output unless given.
 
   Returns:
-    The last object of metrics.jsonl.
+    The last object of metrics.jsonl, {} if a finished run has lost it.
 
   Raises:
     UserError: the config, the data or the folder do not allow the run; nothing was changed.
@@ -65,7 +75,11 @@ def train(config: LmConfig, workdir: Path, *, progress: Progress | None = None) 
     Preempted: a signal asked the run to stop; its state is saved.
   """
   config.validate()
+  workdir = Path(os.path.expanduser(workdir))
+  if config.training.tensorboard:
+    recorder.require_tensorboard()
   progress = progress or Progress(config.training.steps)
+  _refuse_corpus_around(workdir, config)
   with recorder.lock(workdir):
     _refuse_other_config(workdir, config)
     mesh = make_mesh(config)
@@ -100,11 +114,13 @@ class _Run:
     done = int(state.step)
     if done == training.steps:
       self.progress.line(f"run {self.workdir} is finished: {done} of {training.steps} steps are done")
-      return recorder.read_metrics(self.workdir / "metrics.jsonl")[-1]
+      return (recorder.read_metrics(self.workdir / "metrics.jsonl") or [{}])[-1]
     self.saver = checkpoint.Saver(self.workdir / "checkpoints", config.checkpoint.keep)
     recorder.write_json(self.workdir / "config.json", self.identity["config"])
     recorder.write_json(self.workdir / "env.json", recorder.environment() | {"mesh": dict(self.mesh.shape)})
-    self.metrics = recorder.MetricsWriter(self.workdir, first_step=done, tensorboard=training.tensorboard)
+    self.metrics = recorder.MetricsWriter(
+      self.workdir, first_step=done, tensorboard=training.tensorboard, report=self.progress.line
+    )
     self.meter = Meter(config, list(self.mesh.devices.flat))
     step = self._compile(state)
     with StopSignal() as stop:
@@ -164,31 +180,54 @@ class _Run:
     if loaded is not None:
       state, metadata = loaded
       self.batches.restore(metadata["batches"])
-      self.progress.line(f"resuming at step {int(state.step)} from {directory}")
+      unused = "" if self.config.checkpoint.restore_path is None else ", and not from checkpoint.restore_path"
+      self.progress.line(f"resuming at step {int(state.step)} from {directory}{unused}")
       return state
+    self._refuse_lost_checkpoints()
     self.progress.line(f"no checkpoint in {directory}: starting at step 0")
     state = init()
     if self.config.checkpoint.restore_path is not None:
-      path = Path(self.config.checkpoint.restore_path)
-      if not path.is_dir():
-        raise UserError(
-          f"checkpoint.restore_path={str(path)!r} does not exist; give WORKDIR/checkpoints/STEP of another run"
-        )
-      try:
-        state = dataclasses.replace(state, model=checkpoint.load(path, {"model": abstract.model})["model"])
-      except checkpoint.DamagedError as error:
-        raise UserError(f"checkpoint.restore_path={str(path)!r} cannot be used for this model: {error}") from None
+      path = Path(os.path.expanduser(self.config.checkpoint.restore_path))
+      state = dataclasses.replace(state, model=self._foreign_parameters(path, abstract.model))
       self.progress.line(f"parameters come from {path}")
     return state
 
-  def _refuse_other_run(self, metadata: Json) -> None:
+  def _foreign_parameters(self, path: Path, abstract: Transformer) -> Transformer:
+    """Those of another run's checkpoint, which has to be one of the same model and tokenizer."""
+    given = f"checkpoint.restore_path={str(path)!r}"
+    if not (path.name.isdigit() and os.path.isdir(path)):
+      raise UserError(f"{given} is no checkpoint; give WORKDIR/checkpoints/STEP of another run")
+    try:
+      metadata = checkpoint.read_metadata(path)
+      _refuse_differences(given, metadata["config"], self.config, compared=("model.",), free=_FREE_MODEL_FIELDS)
+      self._refuse_other_tokenizer(given, metadata)
+      return checkpoint.load(path, {"model": abstract})["model"]
+    except checkpoint.DamagedError as error:
+      raise UserError(f"{given} cannot be used: {error}") from None
+
+  def _refuse_lost_checkpoints(self) -> None:
+    """Starting again would drop the metrics of what was trained."""
+    metrics = recorder.read_metrics(self.workdir / "metrics.jsonl")
+    path = self.workdir / "config.json"
+    # A run that was killed before its first checkpoint has none either; before its second, the first is on disk.
+    if metrics and path.exists() and metrics[-1]["step"] >= 2 * recorder.read_json(path)["checkpoint"]["every"]:
+      raise UserError(
+        f"work folder {self.workdir} has metrics up to step {metrics[-1]['step']} but no checkpoint; restore its"
+        " checkpoints, or give another --workdir to train again"
+      )
+
+  def _refuse_other_tokenizer(self, where: str, metadata: Json) -> None:
     if metadata["tokenizer"] != self.identity["tokenizer"]:
       raise UserError(
-        f"the checkpoints in {self.workdir} were trained with another tokenizer, or with this one on other data"
-        f" (fingerprint {metadata['tokenizer'][:12]}, now {self.identity['tokenizer'][:12]});"
-        " its vocabulary would be read wrongly. Give that tokenizer as data.tokenizer, or another --workdir"
+        f"{where} was trained with another tokenizer (fingerprint {metadata['tokenizer'][:12]}, now"
+        f" {self.identity['tokenizer'][:12]}); its vocabulary would be read wrongly. Without data.tokenizer a tokenizer"
+        " is trained on the corpus; give that run's tokenizer.json, or other data, or another --workdir"
       )
-    _refuse_differences(self.workdir, metadata["config"], self.config)
+
+  def _refuse_other_run(self, metadata: Json) -> None:
+    where = f"work folder {self.workdir}"
+    self._refuse_other_tokenizer(where, metadata)
+    _refuse_differences(where, metadata["config"], self.config)
     if metadata["dataset"] != self.identity["dataset"]:
       raise UserError(
         f"the checkpoints in {self.workdir} were trained on other data (fingerprint {metadata['dataset'][:12]},"
@@ -298,19 +337,33 @@ def _line(entry: Json, config: LmConfig) -> str:
 
 
 def _refuse_other_config(workdir: Path, config: LmConfig) -> None:
+  """A run that failed before its first step binds nobody."""
   path = workdir / "config.json"
-  if path.exists():
-    _refuse_differences(workdir, recorder.read_json(path), config)
+  if path.exists() and (checkpoint.steps(workdir / "checkpoints") or recorder.read_metrics(workdir / "metrics.jsonl")):
+    _refuse_differences(f"work folder {workdir}", recorder.read_json(path), config)
 
 
-def _refuse_differences(workdir: Path, old: Json, config: LmConfig) -> None:
+def _refuse_differences(
+  where: str, old: Json, config: LmConfig, *, compared: tuple[str, ...] = ("",), free: tuple[str, ...] = _FREE_FIELDS
+) -> None:
   changed = [
     f"{name}: {before!r} -> {now!r}"
     for name, before, now in config_io.differences(old, config_io.to_dict(config))
-    if not name.startswith(_FREE_FIELDS)
+    if name.startswith(compared) and not name.startswith(free)
   ]
   if changed:
     raise UserError(
-      f"work folder {workdir} holds a run with another config ({'; '.join(changed)});"
-      " change the fields back to resume it, or give another --workdir"
+      f"{where} holds a run with another config ({'; '.join(changed)});"
+      " change the fields back to go on from it, or give another one"
     )
+
+
+def _refuse_corpus_around(workdir: Path, config: LmConfig) -> None:
+  """The run's own metrics.jsonl would become text of the corpus."""
+  for entry in (config.data.path or "").split(",") if config.data.source == "text" else []:
+    folder = Path(os.path.expanduser(entry.strip())).absolute()
+    if folder.is_dir() and workdir.absolute().is_relative_to(folder):
+      raise UserError(
+        f"work folder {workdir} lies inside the corpus data.path={entry!r} and would become part of it;"
+        " give a --workdir outside"
+      )
