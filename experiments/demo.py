@@ -24,7 +24,7 @@ _DENSE = {"sparsity.l1_coefficient": 0.0, "sparsity.target_l0": None, "sparsity.
 VARIANTS = {
   "dense": _DENSE,
   "sparse": {"sparsity.l1_coefficient": 1e-3},
-  "sparser": {"sparsity.l1_coefficient": 2.5e-3},
+  "sparser": {"sparsity.l1_coefficient": 1e-3, "sparsity.target_l0": 20.0},
   "no FFN": _DENSE | {"model.ffn_kind": "none"},
 }
 
@@ -59,7 +59,8 @@ def _report(runs, table: str, plots: list[Path]) -> str:
     f"{dense.last['step']} steps on {dense.config['data']['source']}, {dense.env['device']['kind']}"
     f" with {dense.env['host_cores']} cores, jax {dense.env['versions']['jax']}, {dense.env['date'][:10]}.\n"
     "Zero activations: share of hidden units that ReLU switches off, on held-out documents. Dead neurons: those that no"
-    " token of the last training step switched on.\n\n"
+    " token of the last training step switched on. The sparser model's L1 coefficient is steered to"
+    f" {runs['sparser'].config['sparsity']['target_l0']:g} non-zeros a token (sparsity.target_l0).\n\n"
     f"{table}\n{images}\n"
   )
 

@@ -58,7 +58,7 @@ def markdown_table(runs: Mapping[str, RunRecord], baseline: str) -> str:
 
 
 def plot(runs: Mapping[str, RunRecord], folder: Path) -> list[Path]:
-  """Writes loss.png, l0.png and l0_per_layer.png.
+  """Writes loss.png and, if a run has hidden units, l0.png and l0_per_layer.png.
 
   Raises:
     UserError: matplotlib is not installed.
@@ -99,10 +99,10 @@ def plot(runs: Mapping[str, RunRecord], folder: Path) -> list[Path]:
     axes.set_xticks(range(1, len(values) + 1))
 
   draw("loss.png", "Cross-entropy: training (lines), validation (dots)", "step", "nats a token", runs, loss)
-  draw("l0.png", "Neurons that fire, mean over layers", "step", "non-zeros a token", with_neurons, l0, log=True)
-  draw(
-    "l0_per_layer.png", "Neurons that fire, by layer", "layer", "non-zeros a token", with_neurons, per_layer, log=True
-  )
+  if with_neurons:
+    count = "non-zeros a token"
+    draw("l0.png", "Neurons that fire, mean over layers", "step", count, with_neurons, l0, log=True)
+    draw("l0_per_layer.png", "Neurons that fire, by layer", "layer", count, with_neurons, per_layer, log=True)
   return paths
 
 

@@ -7,10 +7,12 @@ from sparse_lm.config import LmConfig
 from sparse_lm.parallel import sharding
 
 # The controller multiplies the coefficient, because L0 answers to its ratio and not to its difference. It sums the
-# error slowly (integral) and answers its present value at once (proportional); errors beyond a factor of e count as e,
-# so that a start far from the target does not wind it up.
+# error slowly (integral) and answers its present value at once (proportional). An L0 more than e times too high, as
+# every run starts with, counts as e times, so that the start does not wind it up; one that has collapsed counts for
+# more, since neurons that stay silent for long do not come back.
 INTEGRAL_GAIN = 0.02
 PROPORTIONAL_GAIN = 0.3
+ERROR_RANGE = -4.0, 1.0  # of log(l0 / target)
 
 
 def warmup(step: jax.Array, config: LmConfig) -> jax.Array:
@@ -33,7 +35,7 @@ def control(coefficient: jax.Array, l0: jax.Array, ramp: jax.Array, target: floa
   Returns:
     (coefficient to keep, coefficient to use in this step).
   """
-  error = jnp.clip(jnp.log(jnp.maximum(l0, 1e-3) / target), -1.0, 1.0)
+  error = jnp.clip(jnp.log(jnp.maximum(l0, 1e-3) / target), *ERROR_RANGE)
   error = jnp.where((l0 >= 0) & (ramp >= 1), error, 0.0)
   coefficient = coefficient * jnp.exp(INTEGRAL_GAIN * error)
   return coefficient, coefficient * jnp.exp(PROPORTIONAL_GAIN * error)

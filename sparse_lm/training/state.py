@@ -24,12 +24,12 @@ class TrainState:
   optimizer: optax.OptState
   key: jax.Array  # u32[2], data of the run's random key; step n uses fold_in(key, n)
   l1_coefficient: jax.Array  # f32[], the configured one, or what the L0 controller has made of it
-  l0: jax.Array  # f32[], of the last step, which the controller reads; -1 before the first
+  l0: jax.Array  # f32[], of the last step with tokens, which the controller reads; -1 before the first
   first_bad_step: jax.Array  # i32[], first step whose loss or gradient was NaN or infinite; -1 while there is none
 
 
 def learning_rate(config: LmConfig) -> optax.Schedule:
-  """Linear from 0 over warmup_steps, then a cosine to 0 at the last step."""
+  """Linear from 0 over warmup_steps, then a cosine that reaches 0 when all steps are done."""
   return optax.warmup_cosine_decay_schedule(
     0.0, config.training.learning_rate, config.training.warmup_steps, config.training.steps
   )
@@ -121,6 +121,7 @@ def make_train_step(config: LmConfig) -> jax.stages.Wrapped:
   @functools.partial(jax.jit, donate_argnums=0, compiler_options=COMPILER_OPTIONS)
   def step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
     sizes = losses.totals(batch)
+    no_tokens = sizes.tokens == 0  # padding alone tells nothing about neurons
     kept_coefficient, coefficient = coefficients(state)
     grads, sums = gradients(state.model, batch, sizes, coefficient)
 
@@ -128,7 +129,7 @@ def make_train_step(config: LmConfig) -> jax.stages.Wrapped:
     model = optax.apply_updates(state.model, updates)
     if config.sparsity.reinit_rate > 0:
       key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-      model = sparsity.revive_dead(model, sums.stats.active_F, key, config)
+      model = sparsity.revive_dead(model, sums.stats.active_F | no_tokens, key, config)
 
     metrics = losses.summarize(sums, sizes)
     l1_loss = coefficient * scale * jnp.mean(metrics["l1_per_layer"])
@@ -149,7 +150,7 @@ def make_train_step(config: LmConfig) -> jax.stages.Wrapped:
       optimizer=optimizer_state,
       key=state.key,
       l1_coefficient=kept_coefficient,
-      l0=jnp.mean(metrics["l0_per_layer"]),
+      l0=jnp.where(no_tokens, state.l0, jnp.mean(metrics["l0_per_layer"])),
       first_bad_step=first_bad_step,
     ), metrics
 

@@ -52,7 +52,7 @@ def test_the_correction_is_the_stated_power_of_the_ratio_to_the_target():
 @pytest.mark.parametrize("l0", [0.0, 1e-9, 0.1])
 def test_no_firing_neuron_at_all_lowers_the_coefficient_by_a_bounded_factor(l0):
   kept, used = control(1e-3, l0, 1.0, 20.0)
-  np.testing.assert_allclose([kept, used], [1e-3 * np.exp(-0.02), 1e-3 * np.exp(-0.32)], rtol=1e-5)
+  np.testing.assert_allclose([kept, used], [1e-3 * np.exp(-0.08), 1e-3 * np.exp(-1.28)], rtol=1e-5)
 
 
 def test_an_l0_far_above_the_target_counts_as_e_times_it():

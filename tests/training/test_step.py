@@ -254,7 +254,11 @@ def test_a_batch_of_padding_only_is_a_step_without_gradient_and_not_a_bad_one(on
   batch = {name: np.zeros_like(x) for name, x in batch_of().items()}
   after, metrics = jax.device_get(one(one.fresh(), batch))
   assert (metrics["loss"], metrics["grad_norm"], metrics["first_bad_step"]) == (0, 0, -1)
+  assert after.l0 == one.start.l0
   for name, value in leaves(after.model).items():
+    if "w_gate" in name:  # nobody is dead: weights decay and no more
+      decay = 1 - metrics["learning_rate"] * one.config.training.weight_decay
+      np.testing.assert_allclose(value, leaves(one.start.model)[name] * decay, rtol=1e-5, err_msg=name)
     assert np.isfinite(value).all(), name
 
 
