@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import bench
-from sparse_lm import config_io
+from sparse_lm import config_io, data
 from sparse_lm import flags as config_flags
 from sparse_lm.config import LmConfig
 from sparse_lm.errors import UserError
@@ -140,6 +140,11 @@ def _random_batch(config: LmConfig, mesh: Mesh) -> dict[str, jax.Array]:
     "segments_BL": np.ones_like(tokens),
     "weights_BL": np.ones(shape, np.float32),
   }
+  return _place(batch, mesh)
+
+
+def _place(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
+  """Arrays [1, B, L] as the training step takes them."""
   sharding = NamedSharding(mesh, P(None, *RULES.activations(2)))
   return {name: jax.device_put(x, sharding) for name, x in batch.items()}
 
@@ -195,20 +200,24 @@ def loop_cases():
   changes = {"training.steps": _STEPS.value, "training.eval_every": _STEPS.value, "training.eval_batches": 1}
   config = config_io.overlay(config, changes | {"checkpoint.every": _STEPS.value, "parallel.data": 1})
   mesh = make_mesh(config)
+  training = config.training
+  blocks = data.open_dataset(config, report=lambda line: None).train
   with jax.set_mesh(mesh):
-    batch = _random_batch(config, mesh)
-    compiled = make_train_step(config).lower(make_init(config)(), batch).compile()
+    loaded = data.training_batches(blocks, batch_size=training.batch_size, seed=config.seed)  # as the loop gets them
+    batches = [_place({name: x[None] for name, x in next(loaded).items()}, mesh) for _ in range(training.steps)]
+    loaded.close()
+    compiled = make_train_step(config).lower(make_init(config)(), batches[0]).compile()
   for _ in range(_REPEATS.value):
     with tempfile.TemporaryDirectory() as folder:
-      train(config, Path(folder), progress=Progress(config.training.steps, io.StringIO()))
+      train(config, Path(folder), progress=Progress(training.steps, io.StringIO()))
       entries = recorder.read_metrics(Path(folder) / "metrics.jsonl")
-    every = config.training.log_every
+    every = training.log_every
     with jax.set_mesh(mesh):
       state = make_init(config)()
       bare = []
-      for _ in range(0, config.training.steps, every):
+      for first in range(0, training.steps, every):
         start = time.perf_counter()
-        for _ in range(every):
+        for batch in batches[first : first + every]:
           state, _ = compiled(state, batch)
         jax.block_until_ready(state)
         bare.append((time.perf_counter() - start) / every)
