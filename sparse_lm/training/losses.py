@@ -58,13 +58,15 @@ def add(a, b):
 def cross_entropy(logits_BLV: jax.Array, targets_BL: jax.Array, weights_BL: jax.Array) -> jax.Array:
   """Sum over targets of weight * -log p(target), in nats and float32.
 
-  Targets of weight 0 reach neither it nor a gradient, even as NaN. Checkpointed, so that the backward pass keeps the
-  logits in the compute dtype and no float32 copy of them.
+  Targets of weight 0 reach neither it nor a gradient, even as NaN. A target outside the vocabulary gives NaN, which
+  stops a run. Checkpointed, so that the backward pass keeps the logits in the compute dtype, not as float32 too.
   """
   # select here as well as below: the backward pass multiplies softmax by the zero that comes back, and 0 * NaN is NaN
   logits_BLV = jnp.where(weights_BL[:, :, None] > 0, logits_BLV.astype(jnp.float32), 0.0)
   # A sum of one term, and not an indexed read, whose gradient would be a scatter into an array of all logits.
-  picked_BL = jnp.sum(logits_BLV, axis=-1, where=jax.nn.one_hot(targets_BL, logits_BLV.shape[-1], dtype=bool))
+  vocab_size = logits_BLV.shape[-1]
+  picked_BL = jnp.sum(logits_BLV, axis=-1, where=jax.nn.one_hot(targets_BL, vocab_size, dtype=bool))
+  picked_BL = jnp.where((targets_BL >= 0) & (targets_BL < vocab_size), picked_BL, jnp.nan)
   nats_BL = jax.nn.logsumexp(logits_BLV, axis=-1) - picked_BL
   return jnp.sum(jnp.where(weights_BL > 0, weights_BL * nats_BL, 0.0))
 
