@@ -70,9 +70,7 @@ def test_a_target_without_weight_reaches_neither_the_loss_nor_a_gradient_even_as
 def test_a_nan_logit_of_a_target_that_counts_is_not_hidden():
   logits_BLV = logits_of((1, 2, 5))
   logits_BLV[0, 1, 3] = np.nan
-  assert np.isnan(
-    losses.losses.cross_entropy(jnp.asarray(logits_BLV), targets_of((1, 2), 5), np.ones((1, 2), np.float32))
-  )
+  assert np.isnan(losses.cross_entropy(jnp.asarray(logits_BLV), targets_of((1, 2), 5), np.ones((1, 2), np.float32)))
 
 
 @pytest.mark.parametrize("outside", [-1, 5, 10**6])
@@ -89,9 +87,7 @@ def test_a_target_outside_the_vocabulary_is_nan_where_it_counts_and_nothing_wher
 def test_the_gradient_of_bf16_logits_is_bf16_and_no_float32_copy_of_them_is_kept():
   """The logits are the largest activation; the backward pass keeps them as they came."""
   logits_BLV = jnp.asarray(logits_of((2, 4, 1024)), jnp.bfloat16)
-  loss, backward = jax.vjp(
-    lambda x: losses.losses.cross_entropy(x, targets_of((2, 4), 1024), weights_of((2, 4))), logits_BLV
-  )
+  loss, backward = jax.vjp(lambda x: losses.cross_entropy(x, targets_of((2, 4), 1024), weights_of((2, 4))), logits_BLV)
   kept = [leaf for leaf in jax.tree.leaves(backward) if getattr(leaf, "size", 0) >= logits_BLV.size]
   assert [leaf.dtype for leaf in kept] == [jnp.bfloat16]
   assert backward(jnp.ones_like(loss))[0].dtype == jnp.bfloat16
