@@ -1,6 +1,8 @@
 """A model that trains in seconds on one device, on a small corpus, with every feature that has state switched on."""
 
+import copy
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ import pytest
 
 from sparse_lm import config_io
 from sparse_lm.config import LmConfig
+from sparse_lm.training.loop import train
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -24,8 +27,8 @@ def corpus(tmp_path_factory):
   return folder
 
 
-@pytest.fixture
-def config(corpus):
+@pytest.fixture(scope="session")
+def base_config(corpus):
   """L1 warm-up until step 6, then the L0 controller; re-initialisation; two micro-batches; documents masked."""
   config = LmConfig()
   config.precision.recipe = "fp32"
@@ -41,6 +44,26 @@ def config(corpus):
   config.checkpoint.every, config.parallel.data = 5, 1
   config.validate()
   return config
+
+
+@pytest.fixture
+def config(base_config):
+  """A copy for each test."""
+  return copy.deepcopy(base_config)
+
+
+@pytest.fixture(scope="session")
+def trained_once(base_config, tmp_path_factory):
+  """The folder of a finished run, not to be touched."""
+  folder = tmp_path_factory.mktemp("trained")
+  train(copy.deepcopy(base_config), folder)
+  return folder
+
+
+@pytest.fixture
+def finished(trained_once, tmp_path):
+  """A copy of that folder for each test."""
+  return shutil.copytree(trained_once, tmp_path / "finished")
 
 
 @pytest.fixture

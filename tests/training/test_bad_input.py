@@ -13,13 +13,6 @@ from sparse_lm.training import checkpoint, recorder
 from sparse_lm.training.loop import train
 
 
-@pytest.fixture
-def finished(config, tmp_path):
-  """The folder of a run that has ended."""
-  train(config, tmp_path / "run")
-  return tmp_path / "run"
-
-
 def contents(folder):
   return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock"}
 
@@ -32,7 +25,9 @@ def refused(config, workdir, message, **changes):
 
 
 def test_resuming_with_a_changed_config_names_the_fields_and_both_values(config, finished):
-  message = r"run holds a run with another config \(model.num_layers: 2 -> 3; training.learning_rate: 0.001 -> 0.01\)"
+  message = (
+    r"finished holds a run with another config \(model.num_layers: 2 -> 3; training.learning_rate: 0.001 -> 0.01\)"
+  )
   refused(config, finished, message, model__num_layers=3, training__learning_rate=0.01)
 
 
@@ -57,7 +52,7 @@ def other_corpus(folder):
 
 def test_resuming_on_other_data_or_with_another_tokenizer_is_refused(config, finished, tmp_path):
   other = str(other_corpus(tmp_path / "other"))
-  refused(config, finished, "run was trained with another tokenizer .* its vocabulary", data__path=other)
+  refused(config, finished, "finished was trained with another tokenizer .* its vocabulary", data__path=other)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +90,7 @@ def test_parameters_of_another_run_are_taken_and_said(config, finished, tmp_path
   assert "resuming" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("path", ["nowhere", "run", "run/checkpoints", "run/config.json", "x" * 300])
+@pytest.mark.parametrize("path", ["nowhere", "finished", "finished/checkpoints", "finished/config.json", "x" * 300])
 def test_a_restore_path_that_is_no_checkpoint_is_refused_with_what_to_give(path, config, finished, tmp_path):
   del finished
   changes = {"checkpoint.restore_path": str(tmp_path / path)}
@@ -136,10 +131,8 @@ def test_a_damaged_config_json_is_named(text, config, finished):
 
 
 @pytest.mark.parametrize("damage", [b'{"step": 10, "lo', b"5", b"\xff\xfe", b'{"loss": 1}', b'{"step": "3"}'])
-def test_a_damaged_line_of_metrics_costs_that_line_alone_and_the_file_is_kept(damage, config, tmp_path, capsys):
-  workdir = tmp_path / "run"
-  train(config, workdir)
-  before = losses(workdir)
+def test_a_damaged_line_of_metrics_costs_that_line_alone_and_the_file_is_kept(damage, config, finished, capsys):
+  workdir, before = finished, losses(finished)
   lines = (workdir / "metrics.jsonl").read_bytes().splitlines()
   (workdir / "metrics.jsonl").write_bytes(b"\n".join([*lines[:3], damage, *lines[4:], b""]))
   damaged = (workdir / "metrics.jsonl").read_bytes()

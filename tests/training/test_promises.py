@@ -23,10 +23,9 @@ from sparse_lm.training.state import make_init
 
 
 @pytest.fixture
-def uninterrupted(config, tmp_path):
+def uninterrupted(trained_once):
   """Losses of a run that nobody disturbed."""
-  train(config, tmp_path / "uninterrupted")
-  return losses(tmp_path / "uninterrupted")
+  return losses(trained_once)
 
 
 def wait_until(condition, process):
@@ -131,12 +130,8 @@ def damage_nothing(path: Path, where: float):
 
 
 @pytest.mark.parametrize("damage", [damage_flip, damage_cut, damage_remove])
-def test_a_damaged_newest_checkpoint_is_said_and_the_one_before_is_used(
-  damage, config, tmp_path, capsys, uninterrupted
-):
-  del uninterrupted
-  workdir = tmp_path / "uninterrupted"
-  before = losses(workdir)
+def test_a_damaged_newest_checkpoint_is_said_and_the_one_before_is_used(damage, config, finished, capsys):
+  workdir, before = finished, losses(finished)
   newest = workdir / "checkpoints" / "16"
   largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
   damage(largest, 0.5)
@@ -176,15 +171,13 @@ def test_no_damage_to_any_file_of_a_checkpoint_gives_wrong_weights(config, tmp_p
   assert outcomes["refused"] >= 10, outcomes
 
 
-def test_when_no_checkpoint_is_whole_the_run_stops_and_changes_nothing(config, tmp_path):
-  train(config, tmp_path / "run")
-  checkpoints = tmp_path / "run" / "checkpoints"
-  for file in [path for path in checkpoints.rglob("_CHECKPOINT_METADATA")]:
+def test_when_no_checkpoint_is_whole_the_run_stops_and_changes_nothing(config, finished):
+  for file in (finished / "checkpoints").rglob("_CHECKPOINT_METADATA"):
     damage_cut(file, 0.9)
-  before = sorted(path for path in (tmp_path / "run").rglob("*"))
+  before = sorted(finished.rglob("*"))
   with pytest.raises(UserError, match=r"none of the 2 checkpoint\(s\) .* can be read; nothing was changed"):
-    train(config, tmp_path / "run")
-  assert sorted(path for path in (tmp_path / "run").rglob("*")) == before
+    train(config, finished)
+  assert sorted(finished.rglob("*")) == before
 
 
 def test_a_failed_save_ends_the_run_non_zero_with_the_old_checkpoint_intact(start, tmp_path, uninterrupted):
