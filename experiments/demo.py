@@ -8,14 +8,12 @@ import os
 import time
 from pathlib import Path
 
-import jax
 from absl import flags
 
-from sparse_lm import config_io, report
+from sparse_lm import config_io
 from sparse_lm.config import LmConfig
 from sparse_lm.errors import UserError
 from sparse_lm.flags import run_with_config
-from sparse_lm.training.loop import train
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/demo", "folder of the report; each model has a folder of its own in it")
 
@@ -37,6 +35,11 @@ def main(config: LmConfig) -> None:
     variant.validate()
   if config.data.validation_fraction == 0:
     raise UserError("data.validation_fraction=0 leaves nothing to compare the models on; give a share above 0")
+  import jax  # seconds to import: a wrong flag is answered before
+
+  from sparse_lm import report
+  from sparse_lm.training.loop import train
+
   # Models that differ in their L1 coefficient alone share one program.
   jax.config.update("jax_compilation_cache_dir", str(workdir / "compiled"))
   folders = {name: workdir / name.replace(" ", "_") for name in VARIANTS}

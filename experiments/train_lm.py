@@ -11,7 +11,6 @@ from absl import flags
 from sparse_lm.config import LmConfig
 from sparse_lm.errors import UserError
 from sparse_lm.flags import run_with_config
-from sparse_lm.training.loop import train
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "folder of the run: config, metrics and checkpoints go there")
 
@@ -20,6 +19,8 @@ def main(config: LmConfig) -> None:
   """Trains, and prints the last metrics."""
   if not _WORKDIR.value:
     raise UserError("--workdir is missing; name a folder for the run, such as --workdir=runs/tiny")
+  from sparse_lm.training.loop import train  # seconds to import: a wrong flag is answered before
+
   train(config, Path(_WORKDIR.value))
 
 
