@@ -16,7 +16,7 @@ lint: setup
 	@$(PYTHON_VENV) -m mypy
 
 test: lint
-	@$(PYTHON_VENV) -m pytest -n auto -m "not slow and not gpu"
+	@$(PYTHON_VENV) -m pytest -n auto --dist worksteal -m "not slow and not gpu"
 
 test-all: lint
-	@$(PYTHON_VENV) -m pytest -n auto -m "not gpu"
+	@$(PYTHON_VENV) -m pytest -n auto --dist worksteal -m "not gpu"
