@@ -27,7 +27,7 @@ from pallas_kernels import bench
 from sparse_lm import config_io, data
 from sparse_lm import flags as config_flags
 from sparse_lm.config import LmConfig
-from sparse_lm.errors import UserError
+from sparse_lm.errors import UserError, first_line
 from sparse_lm.parallel.mesh import make_mesh
 from sparse_lm.parallel.sharding import RULES
 from sparse_lm.training import mfu, recorder
@@ -96,7 +96,7 @@ def dense_cases():
         try:
           case |= _time_dense(what, config, mesh)
         except jax.errors.JaxRuntimeError as error:
-          case["error"] = str(error).splitlines()[0][:200]
+          case["error"] = first_line(error)
       jax.clear_caches()
       yield case
 

@@ -32,3 +32,9 @@ class Preempted(UserError):
   """The run was asked to stop, and saved its state."""
 
   exit_code = EXIT_PREEMPTED
+
+
+def first_line(error: BaseException) -> str:
+  """What an error of a library says, short enough for a message of one line."""
+  line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+  return line.partition(" See full TensorStore details")[0][:200]

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from absl import app, flags, logging
 
 from sparse_lm import config_io
-from sparse_lm.errors import EXIT_PREEMPTED, EXIT_SAVE_FAILED, EXIT_USER_ERROR, UserError
+from sparse_lm.errors import EXIT_PREEMPTED, EXIT_SAVE_FAILED, EXIT_USER_ERROR, UserError, first_line
 
 EXIT_INTERRUPTED = 130  # what a shell reports of a program that Ctrl-C ended
 _NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -155,10 +155,9 @@ def _errors_in_one_line() -> Iterator[None]:
   except (MemoryError, RuntimeError) as error:
     if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):  # so JAX says it
       raise
-    reason = (str(error).strip().splitlines() or ["no reason given"])[0][:200]
     _leave(
-      f"out of memory ({reason}); make the batch or the model smaller, raise training.accumulation_steps, set"
-      " model.remat, or share the weights over more devices with parallel.fsdp",
+      f"out of memory ({first_line(error)}); make the batch or the model smaller, raise training.accumulation_steps,"
+      " set model.remat, or share the weights over more devices with parallel.fsdp",
       EXIT_USER_ERROR,
     )
   except OSError as error:

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from sparse_lm.errors import SaveError, UserError
+from sparse_lm.errors import SaveError, UserError, first_line
 
 Json = dict[str, Any]
 _TEMPORARY = ".orbax-checkpoint-tmp"
@@ -99,7 +99,7 @@ def read_metadata(path: Path) -> Json:
   except DamagedError:
     raise
   except Exception as error:  # whatever Orbax or the file system raises, the checkpoint cannot be used
-    raise DamagedError(f"its metadata cannot be read ({_first_line(error)})") from error
+    raise DamagedError(f"its metadata cannot be read ({first_line(error)})") from error
 
 
 def load(path: Path, abstract):
@@ -117,7 +117,7 @@ def load(path: Path, abstract):
   try:
     leaves = ocp.load(path.absolute(), {name: wanted.get(name, ocp.PLACEHOLDER) for name in checksums | wanted})
   except Exception as error:
-    raise DamagedError(_first_line(error)) from error
+    raise DamagedError(first_line(error)) from error
   leaves = {name: leaf for name, leaf in leaves.items() if name in wanted}
   _verify(leaves, {name: checksums[name] for name in wanted if name in checksums})
   return unflatten(abstract, leaves)
@@ -165,11 +165,6 @@ def _set_aside(path: Path) -> None:
   while target.exists():
     target, n = path.with_name(f"{path.name}.damaged-{n}"), n + 1
   path.rename(target)
-
-
-def _first_line(error: Exception) -> str:
-  line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-  return line.partition(" See full TensorStore details")[0][:200]
 
 
 class Saver:
@@ -224,5 +219,5 @@ class Saver:
     older = [s for s in steps(self._directory) if s != step]
     kept = f"the newest intact one is step {older[-1]}" if older else "there is no older one"
     return SaveError(
-      f"checkpoint of step {step} could not be written to {self._directory} ({_first_line(error)}); {kept}"
+      f"checkpoint of step {step} could not be written to {self._directory} ({first_line(error)}); {kept}"
     )
