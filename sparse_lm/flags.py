@@ -7,6 +7,7 @@ config becomes an absl flag, typed by its annotation: absl gives us `--name=valu
 bools, "the last one wins", and `--help`.
 """
 
+import ast
 import contextlib
 import difflib
 import errno
@@ -20,7 +21,7 @@ import signal
 import sys
 import tokenize
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Protocol
 
 from absl import app, flags, logging
@@ -42,11 +43,15 @@ class Config(Protocol):
 
 def run(main: Callable[[list[str]], int | None]) -> None:
   """Runs `main(argv)` under absl and exits with what it returns; what the user can mend is said in one line."""
-  _run(main, _parse_flags)
+  _run(_in_tree_mode(main), _parse_flags)
 
 
 def run_with_config[ConfigT: Config](
-  main: Callable[[ConfigT], int | None], config_class: type[ConfigT], default: str | None = None
+  main: Callable[[ConfigT], int | None],
+  config_class: type[ConfigT],
+  default: str | None = None,
+  *,
+  builds_models: bool = True,
 ) -> None:
   """As `run`, but calls `main(config)` with the validated config of the command line.
 
@@ -54,6 +59,7 @@ def run_with_config[ConfigT: Config](
     main: its flags other than the config's are ordinary absl flags.
     config_class: what `get_config()` of a config file returns; its `validate()` raises UserError.
     default: the config file where none is given; with None, `--config` is obligatory.
+    builds_models: False spares a program that only reads configs the seconds that importing flax takes.
   """
   parsed: list[ConfigT] = []
 
@@ -61,7 +67,8 @@ def run_with_config[ConfigT: Config](
     parsed.append(parse_config(argv, config_class, default))
     return argv[:1]
 
-  _run(lambda argv: main(parsed[-1]), parse)
+  start = lambda argv: main(parsed[-1])
+  _run(_in_tree_mode(start) if builds_models else start, parse)
 
 
 def parse_config[ConfigT: Config](
@@ -95,17 +102,7 @@ def load_config[ConfigT: Config](path: str, config_class: type[ConfigT]) -> Conf
   Raises:
     UserError: if there is no such file, it fails, or it returns something else than a well-typed `config_class`.
   """
-  filename, *argument = path.split(":", 1)
-  if not os.path.isfile(filename):
-    raise UserError(f"--config={path}: {_why_no_file(pathlib.Path(filename))}")
-  try:
-    config = runpy.run_path(filename)["get_config"](*argument)
-  except (Exception, SystemExit) as error:  # a config file is a program and can fail in any way
-    raise UserError(f"--config={path}: {_failure_of_config_file(error, filename)}") from error
-  if not isinstance(config, config_class):
-    raise UserError(
-      f"--config={path}: get_config() returned {type(config).__name__}, this program needs {config_class.__name__}"
-    )
+  config = _ask_file("--config", path, "get_config", config_class)
   try:
     config_io.check_types(config)
   except UserError as error:
@@ -113,7 +110,63 @@ def load_config[ConfigT: Config](path: str, config_class: type[ConfigT]) -> Conf
   return config
 
 
-def _run(main: Callable[[list[str]], int | None], parse: Callable[[list[str]], list[str]]) -> None:
+def load_sweep(path: str) -> dict[str, dict[str, Any]]:
+  """Returns what `get_sweep()` of a Python file returns: run names and overlays, for `sweeps.configs` to check.
+
+  Raises:
+    UserError: if there is no such file, it fails, it returns no dict, or a dict in it holds a key twice.
+  """
+  sweep = _ask_file("--sweep", path, "get_sweep", dict)
+  for node in ast.walk(ast.parse(pathlib.Path(path.partition(":")[0]).read_bytes())):
+    if isinstance(node, ast.Dict):  # Python keeps the last of two equal keys, and says nothing
+      keys = [key.value for key in node.keys if isinstance(key, ast.Constant)]
+      for key in keys:
+        if keys.count(key) > 1:
+          raise UserError(
+            f"--sweep={path}: the dict in line {node.lineno} has {key!r} twice; give each a name of its own"
+          )
+  return sweep
+
+
+def overrides(flag_values: flags.FlagValues = flags.FLAGS) -> list[str]:
+  """Returns the names of the config's fields that the command line sets."""
+  names = [name for name in flag_values if name.startswith("config.")]
+  return [name.removeprefix("config.") for name in names if not flag_values[name].using_default_value]
+
+
+def as_flags(config: Config, names: Collection[str]) -> list[str]:
+  """Returns the flags that set these fields to the values that they have in a config.
+
+  Raises:
+    UserError: for a value that no flag can give, such as the text "none" where None is allowed.
+  """
+  arguments = []
+  for field in config_io.fields(config):
+    if field.name in names:
+      text = ",".join(map(str, field.value)) if isinstance(field.value, tuple) else str(field.value)
+      with contextlib.suppress(ValueError):
+        if _FieldParser(field.annotation).parse(text) == field.value:
+          arguments.append(f"--config.{field.name}={text}")
+          continue
+      raise UserError(f"{field.name}={field.value!r} cannot be given on a command line; choose another value")
+  return arguments
+
+
+def _ask_file[T](flag: str, path: str, function: str, kind: type[T]) -> T:
+  """Runs a Python file and returns what a function of it returns, which has to be of one type."""
+  filename, *argument = path.split(":", 1)
+  if not os.path.isfile(filename):
+    raise UserError(f"{flag}={path}: {_why_no_file(pathlib.Path(filename))}")
+  try:
+    value = runpy.run_path(filename)[function](*argument)
+  except (Exception, SystemExit) as error:  # such a file is a program and can fail in any way
+    raise UserError(f"{flag}={path}: {_failure_of_file(error, filename, function)}") from error
+  if not isinstance(value, kind):
+    raise UserError(f"{flag}={path}: {function}() returned {type(value).__name__}, this program needs {kind.__name__}")
+  return value
+
+
+def _in_tree_mode(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], int | None]:
   def main_in_tree_mode(argv: list[str]) -> int | None:
     from flax import nnx  # seconds to import: a wrong flag is reported before
 
@@ -121,6 +174,10 @@ def _run(main: Callable[[list[str]], int | None], parse: Callable[[list[str]], l
     nnx.set_graph_updates(False)
     return main(argv)
 
+  return main_in_tree_mode
+
+
+def _run(main: Callable[[list[str]], int | None], parse: Callable[[list[str]], list[str]]) -> None:
   def parse_with_quiet_default(argv: list[str]) -> list[str]:
     arguments = parse(argv)
     # Orbax says a page for every checkpoint, and shows a traceback for an error that it raises as well. Set here, for
@@ -135,7 +192,7 @@ def _run(main: Callable[[list[str]], int | None], parse: Callable[[list[str]], l
     if isinstance(stream, io.TextIOWrapper):
       stream.reconfigure(errors="backslashreplace")  # a path may hold what the terminal's encoding does not
   with _errors_in_one_line():
-    app.run(main_in_tree_mode, flags_parser=parse_with_quiet_default)
+    app.run(main, flags_parser=parse_with_quiet_default)
 
 
 @contextlib.contextmanager
@@ -263,17 +320,17 @@ def _unknown_flag(name: str, flag_values: flags.FlagValues) -> str:
 
 def _why_no_file(path: pathlib.Path) -> str:
   if os.path.isdir(path):
-    return "this is a folder, not a config file"
+    return "this is a folder, not a Python file"
   if not os.path.isdir(path.parent):
     return f"there is no folder {path.parent}"
   nearest = difflib.get_close_matches(path.name, [other.name for other in path.parent.glob("*.py")], n=1)
   return f"no such file; did you mean {path.with_name(nearest[0])}?" if nearest else "no such file"
 
 
-def _failure_of_config_file(error: BaseException, filename: str) -> str:
-  """Says what went wrong in a config file, and in which of its lines."""
-  if isinstance(error, KeyError) and error.args == ("get_config",):
-    return "defines no get_config()"
+def _failure_of_file(error: BaseException, filename: str, function: str) -> str:
+  """Says what went wrong in a config or sweep file, and in which of its lines."""
+  if isinstance(error, KeyError) and error.args == (function,):
+    return f"defines no {function}()"
   lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == filename]
   if isinstance(error, SyntaxError):
     lines.append(error.lineno)

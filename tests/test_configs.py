@@ -66,10 +66,7 @@ def test_every_config_states_its_size_here():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_config_fits_together(name):
-  config = load(name)
-  if name in PAPER_SIZES:
-    config.data.path = "corpus/*.parquet"
-  config.validate()
+  load(name).validate()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -79,12 +76,10 @@ def test_the_docstring_of_a_config_shows_the_command_that_runs_it(name):
 
 
 @pytest.mark.parametrize("name", PAPER_SIZES)
-def test_a_paper_config_asks_for_the_text_before_anything_else(name):
-  argv = ["program", f"--config=configs/lm/{name}.py"]
-  with pytest.raises(UserError, match=r"data\.source='text' needs data\.path: a file, a folder or a glob"):
-    parse_config(argv, LmConfig, None, flags.FlagValues())
-  path = "--config.data.path=corpus/*.parquet"
-  assert parse_config([*argv, path], LmConfig, None, flags.FlagValues()).data.path == "corpus/*.parquet"
+def test_a_paper_config_needs_no_other_flag_and_names_the_data_of_the_paper(name):
+  data = parse_config(["program", f"--config=configs/lm/{name}.py"], LmConfig, None, flags.FlagValues()).data
+  assert (data.source, data.path) == ("hub", "skymizer/fineweb-edu-dedup-45B")
+  assert (data.tokenizer, data.document_mask) == ("HuggingFaceTB/SmolLM2-360M", False)
 
 
 @pytest.mark.parametrize("name", PAPER_SIZES)

@@ -2,7 +2,7 @@
 
 Not run here: needs eight GPUs of 80 GB for about a day.
 
-python -m experiments.train_lm --config=configs/lm/paper_1_5b_nongated.py --config.data.path=... --workdir=...
+python -m experiments.train_lm --config=configs/lm/paper_1_5b_nongated.py --workdir=...
 """
 
 from configs.lm.paper import paper

@@ -2,7 +2,7 @@
 
 Not run here: needs eight GPUs of 80 GB for about two days.
 
-python -m experiments.train_lm --config=configs/lm/paper_2b_nongated.py --config.data.path=... --workdir=...
+python -m experiments.train_lm --config=configs/lm/paper_2b_nongated.py --workdir=...
 """
 
 from configs.lm.paper import paper

@@ -19,7 +19,7 @@ from sparse_lm.config import LOADERS
 from sparse_lm.data.packing import Batch, Blocks, padding
 from sparse_lm.errors import UserError
 
-State = dict[str, int]
+State = dict[str, Any]  # JSON
 _ENDLESS = 2**62  # grain wants a length; at a batch a microsecond this one lasts 146,000 years
 
 
@@ -33,10 +33,10 @@ class BatchIterator(Protocol):
     """Returns the next batch."""
 
   def state(self) -> State:
-    """Returns {"batches": number handed out}, for a checkpoint; what was built ahead does not count."""
+    """Returns where it is, for a checkpoint: "batches" were handed out; what was built ahead does not count."""
 
   def restore(self, state: State) -> None:
-    """Goes to where `state` was taken, in constant time."""
+    """Goes to where `state` was taken, without building the batches before it."""
 
   def close(self) -> None:
     """Ends background work."""
@@ -59,7 +59,7 @@ def training_batches(
     raise ValueError(f"training_batches: loader={loader!r} is unknown; allowed: {', '.join(LOADERS)}")
   if len(blocks) == 0:
     raise ValueError(f"training_batches: no blocks to draw from ({blocks.num_tokens} tokens)")
-  batches = _Batches(blocks, _Order(len(blocks), seed), _share(batch_size, process_index, process_count), batch_size)
+  batches = _Batches(blocks, _Order(len(blocks), seed), share(batch_size, process_index, process_count), batch_size)
   if loader == "auto":
     loader = "numpy" if importlib.util.find_spec("grain") is None else "grain"
   return _GrainIterator(batches) if loader == "grain" else _NumpyIterator(batches)
@@ -69,15 +69,15 @@ def validation_batches(
   blocks: Blocks, *, batch_size: int, process_index: int = 0, process_count: int = 1
 ) -> Iterator[Batch]:
   """Yields each block once, in order. All processes yield as many batches, all of one size; padding weighs 0."""
-  share = _share(batch_size, process_index, process_count)
+  rows = share(batch_size, process_index, process_count)
   for first in range(0, len(blocks), batch_size):
-    indices = np.arange(first + share.start, min(first + share.stop, len(blocks)))
+    indices = np.arange(first + rows.start, min(first + rows.stop, len(blocks)))
     batch = blocks.gather(indices)
-    filler = padding(len(share) - len(indices), blocks.block_length)
+    filler = padding(len(rows) - len(indices), blocks.block_length)
     yield {name: np.concatenate([array, filler[name]]) for name, array in batch.items()}
 
 
-def _share(batch_size: int, process_index: int, process_count: int) -> range:
+def share(batch_size: int, process_index: int, process_count: int) -> range:
   """Rows of the global batch that a process holds."""
   if batch_size % process_count:
     raise UserError(

@@ -1,4 +1,4 @@
-"""From a config to blocks of tokens: read and hash the corpus, split it, get its tokenizer, tokenise, check, count."""
+"""From a config to its data set. A corpus becomes blocks of tokens: read and hash it, split, tokenise, check, count."""
 
 import dataclasses
 import hashlib
@@ -7,34 +7,49 @@ from pathlib import Path
 
 from sparse_lm.config import LmConfig
 from sparse_lm.data import shards
+from sparse_lm.data.batches import BatchIterator, training_batches
 from sparse_lm.data.cache import cache_root, load_or_build
 from sparse_lm.data.corpus import Corpus, Part, read_corpus
+from sparse_lm.data.dataset import Dataset, counts, require_a_block
 from sparse_lm.data.packing import Blocks
 from sparse_lm.data.progress import Report, reported
+from sparse_lm.data.stream import open_stream
 from sparse_lm.data.tokenizer import Tokenizer, open_tokenizer
-from sparse_lm.errors import UserError
 
 
-@dataclasses.dataclass(frozen=True)
-class Dataset:
-  """What a run trains and is judged on; counts of tokens and documents are fields of the two `Blocks`."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CorpusDataset(Dataset):
+  """Every block of the corpus is on disk, and each epoch draws all of them in an order of its own."""
 
   train: Blocks
-  validation: Blocks | None  # None: data.validation_fraction is 0
-  tokenizer: Tokenizer
-  fingerprint: str  # of texts, split, tokenizer and block layout: equal fingerprints mean equal blocks
+
+  def training_batches(self, *, process_index: int = 0, process_count: int = 1) -> BatchIterator:
+    """Returns the endless shuffled batches of data.loader."""
+    return training_batches(
+      self.train,
+      batch_size=self.config.training.batch_size,
+      seed=self.config.seed,
+      process_index=process_index,
+      process_count=process_count,
+      loader=self.config.data.loader,
+    )
 
 
 def open_dataset(config: LmConfig, *, report: Report) -> Dataset:
-  """Opens the data of a run; everything slow is cached on disk, checked, and built again where damaged.
+  """Opens the data of a run.
 
   Args:
-    config: reads `data`, `model.vocab_size` and `model.context_length`.
-    report: receives plain lines about what is found and what takes long.
+    config: reads `data`, `model.vocab_size` and `model.context_length`; batches also `training.batch_size` and `seed`.
+    report: receives plain lines about what is found and what takes long, also from a thread that builds batches.
 
   Returns:
     The same value for the same config and files, on any machine.
   """
+  return open_stream(config, report) if config.data.source == "hub" else _open_corpus(config, report)
+
+
+def _open_corpus(config: LmConfig, report: Report) -> CorpusDataset:
+  """Everything slow is cached on disk, checked, and built again where damaged."""
   report(f"data: reading {config.data.source if config.data.path is None else config.data.path}")
   corpus = read_corpus(config.data, report)
   tokenizer = open_tokenizer(config, corpus, report)
@@ -49,10 +64,9 @@ def open_dataset(config: LmConfig, *, report: Report) -> Dataset:
     "document_mask": config.data.document_mask,
     "format_version": shards.FORMAT_VERSION,
   }
-  held_out = "no validation" if validation is None else _counts("validation", validation)
-  report(f"data: {_counts('training', train)}; {held_out}")
+  report(f"data: {counts('training', train)}; {counts('validation', validation)}")
   fingerprint = hashlib.sha256(json.dumps(layout, sort_keys=True).encode()).hexdigest()
-  return Dataset(train, validation, tokenizer, fingerprint)
+  return CorpusDataset(config=config, validation=validation, tokenizer=tokenizer, fingerprint=fingerprint, train=train)
 
 
 def _open_blocks(part: Part, config: LmConfig, corpus: Corpus, tokenizer: Tokenizer, report: Report) -> Blocks:
@@ -76,20 +90,7 @@ def _open_blocks(part: Part, config: LmConfig, corpus: Corpus, tokenizer: Tokeni
     report=report,
     what=f"{part} tokens",
   )
-  blocks = Blocks(store, config.model.context_length, config.data.document_mask)
-  if len(blocks) == 0:
-    remedy = "give more text or lower model.context_length"
-    if part == "validation":
-      remedy += ", or change data.validation_fraction (0: no validation)"
-    raise UserError(
-      f"the {part} part holds {blocks.num_tokens} tokens in {blocks.num_documents} documents, but one block of"
-      f" model.context_length={blocks.block_length} needs {blocks.block_length + 1}; {remedy}"
-    )
-  return blocks
-
-
-def _counts(part: str, blocks: Blocks) -> str:
-  return (
-    f"{blocks.num_documents:,} {part} documents, {blocks.num_tokens:,} tokens,"
-    f" {len(blocks):,} blocks of {blocks.block_length}"
-  )
+  remedy = "give more text or lower model.context_length"
+  if part == "validation":
+    remedy += ", or change data.validation_fraction (0: no validation)"
+  return require_a_block(part, Blocks(store, config.model.context_length, config.data.document_mask), remedy)

@@ -11,7 +11,7 @@ import array
 import dataclasses
 import json
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -50,6 +50,12 @@ class TokenStore:
       piece = self.shards[shard][offset : offset + len(out_L) - filled]
       out_L[filled : filled + len(piece)] = piece
       filled += len(piece)
+
+
+def memory_store(documents: Sequence[np.ndarray]) -> TokenStore:
+  """The stream of these documents' ids, in memory; at least one token."""
+  tokens = np.concatenate(documents)
+  return TokenStore([tokens], len(tokens), np.cumsum([0, *map(len, documents)]))
 
 
 def write_store(

@@ -4,6 +4,7 @@ Text is always encoded as plain text: an end-of-text mark spelled out inside a d
 token, so that a document cannot forge its own end.
 """
 
+import functools
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,6 +17,7 @@ import numpy as np
 from sparse_lm.config import LmConfig
 from sparse_lm.data.cache import DamagedError, cache_root, load_or_build
 from sparse_lm.data.corpus import Corpus
+from sparse_lm.data.hub import tokenizer_file
 from sparse_lm.data.progress import Report, reported
 from sparse_lm.errors import UserError
 
@@ -44,10 +46,18 @@ class Tokenizer:
     if not found:
       raise UserError(f"{name}: has no end-of-text token; looked for {', '.join(EOS_NAMES)}")
     self.eos_id: int = found[0]
+    self.eos: str = self._tokenizer.id_to_token(self.eos_id)
     # Ids may leave gaps, and an embedding needs a row for the largest one.
     self.vocab_size: int = max(ids.values()) + 1
     self.fingerprint: str = hashlib.sha256(json_text.encode()).hexdigest()
     self.json_text = json_text
+
+  @functools.cached_property
+  def start_ids(self) -> list[int]:
+    """What stands before every text: the mark that the tokenizer's own template puts there, else an end of text."""
+    plain: list[int] = self._tokenizer.encode("a", add_special_tokens=False).ids
+    marked: list[int] = self._tokenizer.encode("a", add_special_tokens=True).ids
+    return marked[: marked.index(plain[0])] or [self.eos_id]
 
   def encode(self, text: str) -> list[int]:
     """Ids of `text`, without end of text."""
@@ -70,17 +80,23 @@ class Tokenizer:
         yield np.array([*encoding.ids, self.eos_id], np.uint32)
 
 
+def given_tokenizer(config: LmConfig) -> Tokenizer:
+  """The tokenizer of data.tokenizer."""
+  vocab_size = config.model.vocab_size
+  tokenizer = read_tokenizer(tokenizer_file(config.data), "data.tokenizer")
+  if tokenizer.vocab_size > vocab_size:
+    raise UserError(
+      f"data.tokenizer={config.data.tokenizer!r} has {tokenizer.vocab_size} ids but model.vocab_size={vocab_size};"
+      f" set model.vocab_size={tokenizer.vocab_size} or more"
+    )
+  return tokenizer
+
+
 def open_tokenizer(config: LmConfig, corpus: Corpus, report: Report) -> Tokenizer:
   """The tokenizer of data.tokenizer, or one trained on the training documents of `corpus` (cached)."""
-  vocab_size = config.model.vocab_size
   if config.data.tokenizer is not None:
-    tokenizer = _read_tokenizer(config.data.tokenizer)
-    if tokenizer.vocab_size > vocab_size:
-      raise UserError(
-        f"data.tokenizer={config.data.tokenizer!r} has {tokenizer.vocab_size} ids but model.vocab_size={vocab_size};"
-        f" set model.vocab_size={tokenizer.vocab_size} or more"
-      )
-    return tokenizer
+    return given_tokenizer(config)
+  vocab_size = config.model.vocab_size
   if vocab_size < _SMALLEST_VOCAB:
     raise UserError(
       f"model.vocab_size={vocab_size} is too small for a byte-level tokenizer: it needs at least {_SMALLEST_VOCAB}"
@@ -97,14 +113,19 @@ def open_tokenizer(config: LmConfig, corpus: Corpus, report: Report) -> Tokenize
   )
 
 
-def _read_tokenizer(path: str) -> Tokenizer:
+def read_tokenizer(path: str, name: str) -> Tokenizer:
+  """The tokenizer in a tokenizer.json; `name` is what the person who gave the path calls it.
+
+  Raises:
+    UserError: it cannot be read or is none.
+  """
   try:
     json_text = Path(os.path.expanduser(path)).read_text(encoding="utf-8")
   except OSError as error:
-    raise UserError(f"data.tokenizer={path!r}: cannot be read ({error.strerror})") from error
+    raise UserError(f"{name}={path!r}: cannot be read ({error.strerror})") from error
   except UnicodeDecodeError as error:
-    raise UserError(f"data.tokenizer={path!r}: is not a tokenizer.json (not UTF-8 at byte {error.start})") from error
-  return Tokenizer(json_text, name=f"data.tokenizer={path!r}")
+    raise UserError(f"{name}={path!r}: is not a tokenizer.json (not UTF-8 at byte {error.start})") from error
+  return Tokenizer(json_text, name=f"{name}={path!r}")
 
 
 def _train(corpus: Corpus, vocab_size: int, report: Report) -> str:

@@ -16,15 +16,15 @@ from sparse_lm.precision.linear import linear
 from sparse_lm.precision.recipes import Recipe
 
 
-def rotary_angles(length: int, head_width: int, theta: float) -> jax.Array:
-  """Angles f32[L, K/2]: position p turns pair i by p * theta^(-2i/K) (RoFormer, section 3.2)."""
+def rotary_angles(positions_BL: jax.Array, head_width: int, theta: float) -> jax.Array:
+  """Angles f32[B, L, K/2]: position p turns pair i by p * theta^(-2i/K) (RoFormer, section 3.2); B may be 1."""
   frequency = theta ** (-jnp.arange(0, head_width, 2, dtype=jnp.float32) / head_width)
-  return jnp.arange(length, dtype=jnp.float32)[:, None] * frequency[None, :]
+  return positions_BL.astype(jnp.float32)[:, :, None] * frequency[None, None, :]
 
 
 def rotate(x_BLHK: jax.Array, angles: jax.Array) -> jax.Array:
   """Turns each pair (i, i + K/2) of a head, the half-split pairing of Llama checkpoints."""
-  cos, sin = jnp.cos(angles)[None, :, None, :], jnp.sin(angles)[None, :, None, :]
+  cos, sin = jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
   first, second = jnp.split(x_BLHK.astype(jnp.float32), 2, axis=-1)
   return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BLHK.dtype)
 
@@ -34,10 +34,15 @@ def attend(
 ) -> jax.Array:
   """softmax(q k^T / sqrt(K)) v over earlier tokens of the same segment; segments None: over all earlier tokens."""
   same_document = None if segments_BL is None else segments_BL[:, None, :, None] == segments_BL[:, None, None, :]
-  with jax.default_matmul_precision(precision.name.lower() if precision != jax.lax.Precision.DEFAULT else None):
+  with _matmul_precision(precision):
     return jax.nn.dot_product_attention(
       q_BLHK, k_BLGK, v_BLGK, mask=same_document, is_causal=True, implementation=implementation
     )
+
+
+def _matmul_precision(precision: jax.lax.Precision):
+  """For what takes no precision of its own."""
+  return jax.default_matmul_precision(precision.name.lower() if precision != jax.lax.Precision.DEFAULT else None)
 
 
 class Attention(nnx.Module):
@@ -70,6 +75,12 @@ class Attention(nnx.Module):
     if segments_BL is None:
       return sharding.per_device_batch(functools.partial(attend_, segments_BL=None))(q_BLHK, k_BLGK, v_BLGK)
     return sharding.per_device_batch(attend_)(q_BLHK, k_BLGK, v_BLGK, segments_BL)
+
+  def attend_cached(self, q_BLHK, keys_BSGK, values_BSGK, positions_BL) -> jax.Array:
+    """As `attend`, for queries at these positions over slots of which slot s holds position s (S slots)."""
+    seen_B1LS = (jnp.arange(keys_BSGK.shape[1])[None, None, :] <= positions_BL[:, :, None])[:, None]
+    with _matmul_precision(self.recipe.matmul_precision):
+      return jax.nn.dot_product_attention(q_BLHK, keys_BSGK, values_BSGK, mask=seen_B1LS, implementation="xla")
 
   def merge(self, o_BLHK: jax.Array) -> jax.Array:
     """Output projection."""

@@ -53,12 +53,15 @@ class GatedFeedForward(nnx.Module):
 
   def __call__(self, x_BLD: jax.Array, real_BL: jax.Array) -> tuple[jax.Array, Stats]:
     """Returns y_BLD and statistics over the tokens where real_BL holds."""
-    gate_BLF = linear("BLD,FD->BLF", x_BLD, self.w_gate_FD[...], self.recipe)
+    p_BLF = self.gate(x_BLD)
     up_BLF = linear("BLD,FD->BLF", x_BLD, self.w_up_FD[...], self.recipe)
-    p_BLF = self.activation(gate_BLF)
     h_BLF = p_BLF * up_BLF
     y_BLD = linear("BLF,FD->BLD", h_BLF, self.w_down_FD[...], self.recipe)
     return y_BLD, measure(h_BLF, p_BLF != 0, real_BL)
+
+  def gate(self, x_BLD: jax.Array) -> jax.Array:
+    """act(x Wg^T), zero for a neuron that does not fire."""
+    return self.activation(linear("BLD,FD->BLF", x_BLD, self.w_gate_FD[...], self.recipe))
 
 
 class FeedForward(nnx.Module):
@@ -71,9 +74,13 @@ class FeedForward(nnx.Module):
 
   def __call__(self, x_BLD: jax.Array, real_BL: jax.Array) -> tuple[jax.Array, Stats]:
     """Returns y_BLD and statistics over the tokens where real_BL holds."""
-    h_BLF = jax.nn.relu(linear("BLD,FD->BLF", x_BLD, self.w_up_FD[...], self.recipe))
+    h_BLF = self.gate(x_BLD)
     y_BLD = linear("BLF,FD->BLD", h_BLF, self.w_down_FD[...], self.recipe)
     return y_BLD, measure(h_BLF, h_BLF != 0, real_BL)
+
+  def gate(self, x_BLD: jax.Array) -> jax.Array:
+    """relu(x Wu^T), zero for a neuron that does not fire."""
+    return jax.nn.relu(linear("BLD,FD->BLF", x_BLD, self.w_up_FD[...], self.recipe))
 
 
 class NoFeedForward(nnx.Module):

@@ -47,19 +47,22 @@ class Block(nnx.Module):
     """segments_BL None: attention sees all earlier tokens."""
     whole, part = _remat(self.remat)
 
-    def before(block, x_BLD):
-      return block.attention.project(block.attention_norm(x_BLD), angles)
-
-    def after(block, x_BLD, o_BLHK):
-      x_BLD = x_BLD + block.attention.merge(o_BLHK)
-      y_BLD, stats = block.feedforward(block.feedforward_norm(x_BLD), real_BL)
-      return x_BLD + y_BLD, stats
-
     def run(block, x_BLD):
-      q_BLHK, k_BLGK, v_BLGK = part(before)(block, x_BLD)
-      return part(after)(block, x_BLD, block.attention.attend(q_BLHK, k_BLGK, v_BLGK, segments_BL))
+      q_BLHK, k_BLGK, v_BLGK = part(Block.project)(block, x_BLD, angles)
+      o_BLHK = block.attention.attend(q_BLHK, k_BLGK, v_BLGK, segments_BL)
+      return part(Block.finish)(block, x_BLD, o_BLHK, real_BL)
 
     return whole(run)(self, x_BLD)
+
+  def project(self, x_BLD: jax.Array, angles: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """All that comes before attention: its queries, keys and values."""
+    return self.attention.project(self.attention_norm(x_BLD), angles)
+
+  def finish(self, x_BLD: jax.Array, o_BLHK: jax.Array, real_BL: jax.Array) -> tuple[jax.Array, Stats]:
+    """All that comes after attention: the block's output, and statistics of its hidden units."""
+    x_BLD = x_BLD + self.attention.merge(o_BLHK)
+    y_BLD, stats = self.feedforward(self.feedforward_norm(x_BLD), real_BL)
+    return x_BLD + y_BLD, stats
 
 
 class Transformer(nnx.Module):
@@ -91,10 +94,18 @@ class Transformer(nnx.Module):
     """
     if real_BL is None:
       real_BL = jnp.ones_like(tokens_BL, dtype=bool)
-    angles = rotary_angles(tokens_BL.shape[1], self.head_width, self.rope_theta)
-    x_BLD = embed(self.embedding_VD[...], tokens_BL, self.recipe)
+    angles = self.angles(jnp.arange(tokens_BL.shape[1])[None, :])
+    x_BLD = self.embed(tokens_BL)
     x_BLD, stats = jax.lax.scan(lambda x, block: block(x, real_BL, segments_BL, angles), x_BLD, self.blocks)
     return self.final_norm(x_BLD), stats
+
+  def embed(self, tokens_BL: jax.Array) -> jax.Array:
+    """What the first block reads."""
+    return embed(self.embedding_VD[...], tokens_BL, self.recipe)
+
+  def angles(self, positions_BL: jax.Array) -> jax.Array:
+    """Rotary angles at these positions, counted from the start of a sequence."""
+    return rotary_angles(positions_BL, self.head_width, self.rope_theta)
 
   def logits(self, x_BLD: jax.Array) -> jax.Array:
     """Scores of the next token, in the compute dtype."""

@@ -43,6 +43,7 @@ _FREE_FIELDS = (
   "training.eval_",
   "training.tensorboard",
   "data.path",
+  "data.hub_revision",
   "data.tokenizer",
   "data.cache_dir",
   "data.loader",
@@ -97,16 +98,10 @@ class _Run:
     self.identity: Json = {
       "config": config_io.to_dict(config),
       "tokenizer": dataset.tokenizer.fingerprint,
+      "vocab_size": dataset.tokenizer.vocab_size,  # the rows of the vocabulary above it are padding
       "dataset": dataset.fingerprint,
     }
-    self.batches = data.training_batches(
-      dataset.train,
-      batch_size=config.training.batch_size,
-      seed=config.seed,
-      process_index=jax.process_index(),
-      process_count=jax.process_count(),
-      loader=config.data.loader,
-    )
+    self.batches = dataset.training_batches(process_index=jax.process_index(), process_count=jax.process_count())
 
   def run(self) -> Json:
     config, training = self.config, self.config.training
@@ -118,6 +113,7 @@ class _Run:
     self.saver = checkpoint.Saver(self.workdir / "checkpoints", config.checkpoint.keep)
     recorder.write_json(self.workdir / "config.json", self.identity["config"])
     recorder.write_json(self.workdir / "env.json", recorder.environment() | {"mesh": dict(self.mesh.shape)})
+    recorder.write_text(self.workdir / "tokenizer.json", self.dataset.tokenizer.json_text)
     self.metrics = recorder.MetricsWriter(
       self.workdir, first_step=done, tensorboard=training.tensorboard, report=self.progress.line
     )
@@ -226,18 +222,25 @@ class _Run:
 
   def _refuse_other_run(self, metadata: Json) -> None:
     where = f"work folder {self.workdir}"
+    if metadata["dataset"] is None:
+      raise UserError(
+        f"{where} holds the parameters of a converted checkpoint, and no run; to train them give another --workdir and"
+        f" --config.checkpoint.restore_path={self.workdir / 'checkpoints' / str(metadata['step'])}"
+      )
     self._refuse_other_tokenizer(where, metadata)
     _refuse_differences(where, metadata["config"], self.config)
     if metadata["dataset"] != self.identity["dataset"]:
       raise UserError(
         f"the checkpoints in {self.workdir} were trained on other data (fingerprint {metadata['dataset'][:12]},"
-        f" now {self.identity['dataset'][:12]}); restore the files behind data.path, or give another --workdir"
+        f" now {self.identity['dataset'][:12]}); restore the files behind data.path (hub: give the commit that the run"
+        " named at its start as data.hub_revision), or give another --workdir"
       )
 
   def _compile(self, state: TrainState) -> Callable:
     """Ahead of time, so that the first step is like every other and the memory it needs is known before it starts."""
     start, training = time.perf_counter(), self.config.training
-    batch = self._put(self.dataset.train.gather(np.zeros(training.batch_size, np.int64)), training.accumulation_steps)
+    rows = data.padding(training.batch_size // jax.process_count(), self.config.model.context_length)
+    batch = self._put(rows, training.accumulation_steps)
     step = make_train_step(self.config).lower(state, batch).compile()
     memory = step.memory_analysis()
     temporaries = f", {memory.temp_size_in_bytes / 2**20:,.0f} MiB of temporaries" if memory is not None else ""
@@ -360,7 +363,7 @@ def _refuse_differences(
 
 def _refuse_corpus_around(workdir: Path, config: LmConfig) -> None:
   """The run's own metrics.jsonl would become text of the corpus."""
-  for entry in (config.data.path or "").split(",") if config.data.source == "text" else []:
+  for entry in (config.data.path or "").split(",") if config.data.source in ("text", "hub") else []:
     folder = Path(os.path.expanduser(entry.strip())).absolute()
     if folder.is_dir() and workdir.absolute().is_relative_to(folder):
       raise UserError(

@@ -63,13 +63,14 @@ def write_json(path: Path, value: Any) -> None:
   Raises:
     SaveError: it could not be written; the old one is intact.
   """
-  _replace(path, json.dumps(value, indent=2) + "\n")
+  write_text(path, json.dumps(value, indent=2) + "\n")
 
 
-def _replace(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
+  """As `write_json`, of plain text."""
   temporary = path.with_name(f".{path.name}.tmp")
   try:
-    temporary.write_text(text)
+    temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
   except OSError as error:
     temporary.unlink(missing_ok=True)
@@ -134,7 +135,7 @@ class MetricsWriter:
       copy.write_bytes(path.read_bytes())
       report(f"line {damaged[0]} of {path} is damaged; the other lines go on, and the file as it was is kept as {copy}")
     kept = [json.dumps(entry) for entry in lines if isinstance(entry, dict) and entry["step"] <= first_step]
-    _replace(path, "".join(line + "\n" for line in kept))
+    write_text(path, "".join(line + "\n" for line in kept))
     self._file = open(path, "a")  # noqa: SIM115 - closed by close()
     self._board = None
     if tensorboard:

@@ -1,0 +1,102 @@
+"""What the files table*.py share: the paper's sizes, how their runs are made, and the speeds that have a benchmark.
+
+The paper does not say how many GPUs its forward numbers come from, nor its number of repetitions; throughput times
+energy gives 670 to 700 W, that is, one H100 SXM.
+"""
+
+from collections.abc import Callable
+
+from sparse_lm.table_config import BenchmarkCase, NotBuilt, Number, RunMetric, TaskScore, TrainedModel
+
+HARDWARE = "H100"
+ACCURACY = "mean accuracy of 7 tasks (%)"
+CROSS_ENTROPY = "validation CE (nats a token)"
+NON_ZEROS = "non-zeros a token (L0)"
+FORWARD = "forward (tokens/ms)"
+ENERGY = "forward (mJ/token)"
+TRAINING = "training (tokens/ms)"
+MEMORY = "training, peak memory (GB)"
+
+# Name of the size, its file in configs/lm, and what eight GPUs of 80 GB need for a run.
+SIZES = {
+  "0.5B": ("paper_0_5b", "about 3 hours"),
+  "1B": ("paper_1b", "about 11 hours"),
+  "1.5B": ("paper_1_5b", "about a day"),
+  "2B": ("paper_2b", "about two days"),
+}
+_MICRO_BATCH = 8  # sequences on a device
+_SPARSE_KERNELS = NotBuilt(missing="the TwELL kernels and a benchmark of a trained sparse model")
+
+
+def trained(run: str, size: str, *, sweep: str, gated: bool = True) -> TrainedModel:
+  """Returns the run of that name in configs/sweeps/SWEEP.py, which sets the size too."""
+  name, time = SIZES[size]
+  return TrainedModel(
+    name=run,
+    config=f"configs/lm/{name}{'' if gated else '_nongated'}.py",
+    command=(
+      f"python -m experiments.sweep --config=configs/lm/paper_1_5b.py --sweep=configs/sweeps/{sweep}.py"
+      f" --workdir=runs/{sweep}"
+    ),
+    needs=f"eight GPUs of 80 GB for {time}",
+  )
+
+
+def accuracy(paper: str) -> Number:
+  return Number(ACCURACY, paper, TaskScore(path="mean_acc"))
+
+
+def cross_entropy(paper: str) -> Number:
+  return Number(CROSS_ENTROPY, paper, RunMetric(metric="validation_loss"))
+
+
+def non_zeros(paper: str) -> Number:
+  return Number(NON_ZEROS, paper, RunMetric(metric="validation_l0"))
+
+
+def dense_case(size: str, what: str, metric: str, scale: float = 1.0) -> BenchmarkCase:
+  """Returns a case of the committed record of dense models."""
+  training = {"sequences": _MICRO_BATCH, "remat": "dots_and_attention"}
+  return BenchmarkCase(
+    record="experiments/records/bench_lm_dense",
+    case={"model": SIZES[size][0], "what": what} | ({"sequences": 64} if what == "forward" else training),
+    metric=metric,
+    scale=scale,
+    command="python -m experiments.bench_lm --what=dense --record=runs/bench_lm_dense",
+    needs="one GPU of 80 GB",
+  )
+
+
+def nongated_case(metric: str) -> BenchmarkCase:
+  """Returns a case of the record of the non-gated 1.5B model."""
+  return BenchmarkCase(
+    record="experiments/records/bench_lm_nongated",
+    case={"model": "paper_1_5b_nongated", "what": "forward"},
+    metric=metric,
+    command=(
+      "python -m experiments.bench_lm --what=dense --models=paper_1_5b_nongated"
+      " --record=experiments/records/bench_lm_nongated"
+    ),
+    needs="one GPU of 80 GB",
+  )
+
+
+def forward(case: Callable[[str], BenchmarkCase], tokens_per_ms: str, energy: str) -> tuple[Number, Number]:
+  """Returns both numbers of a dense forward pass; `case` gives the source of a metric."""
+  return (
+    Number(FORWARD, tokens_per_ms, case("tokens_per_ms")),
+    Number(ENERGY, energy, case("millijoules_per_token")),
+  )
+
+
+def dense_forward(size: str, tokens_per_ms: str, energy: str) -> tuple[Number, Number]:
+  return forward(lambda metric: dense_case(size, "forward", metric), tokens_per_ms, energy)
+
+
+def sparse_number(quantity: str, paper: str, change: str) -> Number:
+  """Returns a number that only the sparse kernels can give."""
+  return Number(quantity, paper, _SPARSE_KERNELS, change)
+
+
+def sparse_forward(tokens_per_ms: str, change: str, energy: str, energy_change: str) -> tuple[Number, Number]:
+  return sparse_number(FORWARD, tokens_per_ms, change), sparse_number(ENERGY, energy, energy_change)
