@@ -19,9 +19,7 @@ from pallas_kernels.embedding import bag_hopper, reference, shapes
 from sparse_lm.errors import UserError
 from sparse_lm.flags import run
 
-_RECORD = flags.DEFINE_string(
-  "record", None, "New folder for config.json, env.json, metrics.jsonl, table.md.", required=True
-)
+_RECORD = flags.DEFINE_string("record", None, "New folder for config.json, env.json, metrics.jsonl, table.md.")
 _ONLY = flags.DEFINE_string("only", "", "Run only cases whose name contains this.")
 _SWEEP = flags.DEFINE_bool("sweep", False, "Also time the Configs beside the default, for tuning.")
 
@@ -148,6 +146,8 @@ def main(argv: list[str]) -> None:
   """Runs on a Hopper GPU; on anything else a time would mean nothing, so there is none."""
   if argv[1:]:
     raise UserError(f"{argv[1]!r} is not a flag; write --name=value")
+  if not _RECORD.value:
+    raise UserError("--record is missing; name a new folder, such as --record=runs/bench_kernels")
   if (reason := mosaic.missing_hopper()) is not None:
     raise UserError(f"bench_kernels measures kernels for sm_90: {reason}; no times were taken")
   try:

@@ -76,12 +76,18 @@ def evaluate(
   specs = [_spec(task, data, manager.all_tasks) for task in tasks]
   try:
     # Only as members of a group do tasks take what differs from their definition.
-    loaded = list(manager.load({"group": "asked for", "task": specs})["tasks"].values())
+    loaded = manager.load({"group": "asked for", "task": specs})["tasks"]
   except Exception as error:  # a data set and a task file can fail in any way
     raise UserError(
       f"tasks {', '.join(tasks)}: a definition or its data cannot be had ({type(error).__name__}: {first_line(error)})"
     ) from error
-  results = lm_eval.simple_evaluate(language_model(opened, report), tasks=loaded, limit=limit, log_samples=False)
+  results = lm_eval.evaluate(
+    language_model(opened, report),
+    {"tasks": loaded, "groups": {}, "group_map": {}},
+    limit=limit,
+    log_samples=False,
+    verbosity="ERROR",
+  )
   counts = {name: value["effective"] for name, value in results["n-samples"].items()}
   found = {name: _metrics(values) | {"samples": counts[name]} for name, values in results["results"].items()}
   with_acc = [task["acc"] for task in found.values() if "acc" in task]

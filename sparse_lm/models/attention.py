@@ -67,20 +67,30 @@ class Attention(nnx.Module):
 
   def attend(self, q_BLHK, k_BLGK, v_BLGK, segments_BL: jax.Array | None) -> jax.Array:
     """The weighted mean of values. cuDNN's kernel is opaque to the partitioner, so each device takes its own rows."""
-    cudnn = self.implementation == "cudnn"
-    if self.implementation == "auto":
-      cudnn = jax.default_backend() == "gpu" and q_BLHK.dtype == jnp.bfloat16
-    implementation: Literal["cudnn", "xla"] = "cudnn" if cudnn else "xla"
+    implementation = self._implementation(q_BLHK)
     attend_ = functools.partial(attend, implementation=implementation, precision=self.recipe.matmul_precision)
     if segments_BL is None:
       return sharding.per_device_batch(functools.partial(attend_, segments_BL=None))(q_BLHK, k_BLGK, v_BLGK)
     return sharding.per_device_batch(attend_)(q_BLHK, k_BLGK, v_BLGK, segments_BL)
 
-  def attend_cached(self, q_BLHK, keys_BSGK, values_BSGK, positions_BL) -> jax.Array:
-    """As `attend`, for queries at these positions over slots of which slot s holds position s (S slots)."""
-    seen_B1LS = (jnp.arange(keys_BSGK.shape[1])[None, None, :] <= positions_BL[:, :, None])[:, None]
+  def attend_cached(self, q_B1HK, keys_BSGK, values_BSGK, positions_B) -> jax.Array:
+    """As `attend`, for one query a sequence, over slots of which slot s holds position s (S slots)."""
     with _matmul_precision(self.recipe.matmul_precision):
-      return jax.nn.dot_product_attention(q_BLHK, keys_BSGK, values_BSGK, mask=seen_B1LS, implementation="xla")
+      return jax.nn.dot_product_attention(
+        q_B1HK,
+        keys_BSGK,
+        values_BSGK,
+        query_seq_lengths=jnp.ones_like(positions_B),
+        # A sequence that has ended goes on beside those that have not, past its last slot.
+        key_value_seq_lengths=jnp.minimum(positions_B + 1, keys_BSGK.shape[1]),
+        implementation=self._implementation(q_B1HK),
+      )
+
+  def _implementation(self, q_BLHK: jax.Array) -> Literal["cudnn", "xla"]:
+    cudnn = self.implementation == "cudnn"
+    if self.implementation == "auto":
+      cudnn = jax.default_backend() == "gpu" and q_BLHK.dtype == jnp.bfloat16
+    return "cudnn" if cudnn else "xla"
 
   def merge(self, o_BLHK: jax.Array) -> jax.Array:
     """Output projection."""

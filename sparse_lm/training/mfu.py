@@ -18,6 +18,9 @@ FORMULA = (
 # Dense bf16 FLOP/s by the vendors' data sheets; matched as a prefix of the device's name.
 PEAK_FLOPS = {"NVIDIA H200": 989e12, "NVIDIA H100": 989e12, "NVIDIA A100": 312e12}
 
+# Bytes a second of their memory, by the same sheets.
+PEAK_BYTES = {"NVIDIA H200": 4.8e12, "NVIDIA H100 PCIe": 2.0e12, "NVIDIA H100": 3.35e12, "NVIDIA A100": 2.0e12}
+
 
 def forward_flops_per_token(model: ModelConfig, *, with_head: bool = True) -> float:
   """Operations of the forward pass for one token of a full context."""
@@ -32,10 +35,16 @@ def forward_flops_per_token(model: ModelConfig, *, with_head: bool = True) -> fl
 
 def peak_flops(devices: list[jax.Device]) -> float | None:
   """Of all devices together; None where the peak is not known (CPUs)."""
-  for name, peak in PEAK_FLOPS.items():
-    if devices[0].device_kind.startswith(name):
-      return peak * len(devices)
-  return None
+  return _peak(PEAK_FLOPS, devices)
+
+
+def peak_bytes_per_second(devices: list[jax.Device]) -> float | None:
+  """What the memories of all devices deliver together; None where it is not known."""
+  return _peak(PEAK_BYTES, devices)
+
+
+def _peak(table: dict[str, float], devices: list[jax.Device]) -> float | None:
+  return next((p * len(devices) for name, p in table.items() if devices[0].device_kind.startswith(name)), None)
 
 
 def training_mfu(model: ModelConfig, tokens_per_second: float, devices: list[jax.Device]) -> float | None:

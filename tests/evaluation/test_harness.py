@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
@@ -52,10 +53,16 @@ def model(opened):
   return opened(seed=1)
 
 
+@jax.jit
+def logits_of(model, tokens_BL):
+  return model.logits(model(tokens_BL)[0])
+
+
 def log_probability(model, context, continuation):
   """Of ids, straight from the model's logits."""
   ids = [model.tokenizer.eos_id, *model.tokenizer.encode(context), *model.tokenizer.encode(continuation)]
-  logits = np.asarray(model.model.logits(model.model(np.array([ids], np.int32))[0]), np.float64)[0]
+  padded_BL = np.array([ids + [0] * (48 - len(ids))], np.int32)
+  logits = np.asarray(logits_of(model.model, padded_BL), np.float64)[0]
   table = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
   start = 1 + len(model.tokenizer.encode(context))
   return sum(table[i - 1, ids[i]] for i in range(start, len(ids)))

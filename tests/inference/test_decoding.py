@@ -6,6 +6,10 @@ import numpy as np
 import pytest
 
 from sparse_lm.inference.decoding import Decoder, Sequences
+from sparse_lm.inference.generation import Generator
+from sparse_lm.inference.sampling import Sampling
+
+WARM = Sampling(temperature=1.0)
 
 VARIANTS = {
   "multi_head": {},
@@ -65,3 +69,30 @@ def test_a_step_past_the_last_slot_writes_nowhere(opened):
   for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(cache)):
     np.testing.assert_array_equal(new[1], old[1])
     assert (new[0, 3] != old[0, 3]).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("groups", [4, 2])
+def test_on_a_gpu_a_long_cached_text_has_the_logits_of_the_uncached_one(groups, opened):
+  """cuDNN reads the prompt, XLA the cache; float32 on the same device is the truth."""
+  shape = {"model_width": 256, "num_kv_heads": groups, "context_length": 512, "init_std": 0.1}
+  exact, rounded = opened(**shape).model, opened(**shape, precision="bf16").model
+  tokens_BL = np.random.default_rng(2).integers(0, 275, (3, 300)).astype(np.int32)
+  truth_BLV = np.asarray(uncached(exact, tokens_BL))
+  loss = np.abs(np.asarray(uncached(rounded, tokens_BL), np.float32) - truth_BLV).max()
+  for model, tolerance in ((exact, 1e-3), (rounded, 2 * loss)):
+    decoder, at = Decoder(model), 290
+    logits_BV, cache = decoder.prefill(jnp.asarray(tokens_BL[:, :at]), jnp.full(3, at, jnp.int32), slots=320)
+    while True:
+      assert np.abs(np.asarray(logits_BV, np.float32) - truth_BLV[:, at - 1]).max() < tolerance
+      if at == 300:
+        break
+      logits_BV, cache = decoder.step(Sequences(jnp.asarray(tokens_BL[:, at]), jnp.full(3, at, jnp.int32), cache))
+      at += 1
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_same_seed_gives_the_same_text(opened):
+  generator = Generator(opened(precision="bf16", model_width=256, context_length=256))
+  run = lambda: [piece.text for piece in generator.stream(["the cat", "m"], max_tokens=99, sampling=WARM, seed=3)]
+  assert run() == run()

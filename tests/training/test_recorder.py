@@ -131,8 +131,8 @@ def test_a_write_that_fails_half_way_leaves_the_old_file(tmp_path, monkeypatch):
   recorder.write_json(tmp_path / "a.json", {"old": 1})
   whole = Path.write_text
 
-  def full_disk(path, text):
-    whole(path, text[: len(text) // 2])
+  def full_disk(path, text, **options):
+    whole(path, text[: len(text) // 2], **options)
     raise OSError(28, "No space left on device")
 
   monkeypatch.setattr(Path, "write_text", full_disk)

@@ -19,7 +19,7 @@ from sparse_lm.parallel.mesh import make_mesh
 from sparse_lm.parallel.sharding import RULES
 from sparse_lm.training import losses, state
 
-_SPEC = importlib.util.spec_from_file_location("decoder_oracle", Path(__file__).parents[1] / "models" / "oracle.py")
+_SPEC = importlib.util.spec_from_file_location("decoder_oracle", Path(__file__).parents[1] / "oracle.py")
 oracle = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(oracle)
 
