@@ -7,6 +7,7 @@ mesh.
 """
 
 import collections
+import contextlib
 import dataclasses
 import os
 import time
@@ -82,6 +83,7 @@ def train(config: LmConfig, workdir: Path, *, progress: Progress | None = None) 
   progress = progress or Progress(config.training.steps)
   _refuse_corpus_around(workdir, config)
   with recorder.lock(workdir):
+    _refuse_converted(workdir)
     _refuse_other_config(workdir, config)
     mesh = make_mesh(config)
     dataset = data.open_dataset(config, report=progress.line)
@@ -222,11 +224,6 @@ class _Run:
 
   def _refuse_other_run(self, metadata: Json) -> None:
     where = f"work folder {self.workdir}"
-    if metadata["dataset"] is None:
-      raise UserError(
-        f"{where} holds the parameters of a converted checkpoint, and no run; to train them give another --workdir and"
-        f" --config.checkpoint.restore_path={self.workdir / 'checkpoints' / str(metadata['step'])}"
-      )
     self._refuse_other_tokenizer(where, metadata)
     _refuse_differences(where, metadata["config"], self.config)
     if metadata["dataset"] != self.identity["dataset"]:
@@ -337,6 +334,19 @@ def _line(entry: Json, config: LmConfig) -> str:
     parts.append(f"MFU {entry['mfu']:.1%}")
   left = (config.training.steps - entry["step"]) * entry["seconds_per_step"]
   return "  ".join([*parts, f"{int(left) // 60}:{int(left) % 60:02} left"])
+
+
+def _refuse_converted(workdir: Path) -> None:
+  """A converted checkpoint holds parameters and nothing that a run could go on from."""
+  for step in checkpoint.steps(workdir / "checkpoints")[-1:]:
+    path, metadata = workdir / "checkpoints" / str(step), {}
+    with contextlib.suppress(checkpoint.DamagedError):  # said when it is loaded
+      metadata = checkpoint.read_metadata(path)
+    if metadata.get("dataset", "unknown") is None:
+      raise UserError(
+        f"work folder {workdir} holds the parameters of a converted checkpoint, and no run; to train them give another"
+        f" --workdir and --config.checkpoint.restore_path={path}"
+      )
 
 
 def _refuse_other_config(workdir: Path, config: LmConfig) -> None:

@@ -1,20 +1,18 @@
 """The harness over our models: offline, exact, and the paper's seven tasks over files of one's own."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import numpy as np
+import program
 import pytest
 
 from sparse_lm.errors import UserError
 from sparse_lm.evaluation import harness
 from sparse_lm.evaluation.scoring import Scorer
 
-REPOSITORY = Path(__file__).parents[2]
 TINY = [json.loads(line) for line in (harness.FOLDER / "tiny_cloze.jsonl").read_text().splitlines()]
 
 # Two rows of each task in the form of its public data set, whose second answer is right.
@@ -116,7 +114,9 @@ def test_the_harness_interface_scores_rolls_and_generates(model):
 @pytest.mark.parametrize(
   ("tasks", "options", "message"),
   [
-    (["tiny_close"], {}, r"task 'tiny_close' is unknown .*; did you mean tiny_cloze\?"),
+    pytest.param(  # reads the definitions of all tasks there are
+      ["tiny_close"], {}, r"task 'tiny_close' is unknown .*; did you mean tiny_cloze\?", marks=pytest.mark.slow
+    ),
     (["tiny_cloze"], {"data": Path("nowhere")}, r"there is no folder nowhere"),
     (["tiny_cloze"], {"definitions": Path("nowhere")}, r"there is no folder nowhere"),
   ],
@@ -141,17 +141,33 @@ def test_a_task_of_ones_own_is_found(model, tmp_path):
   assert found["tasks"]["my_cloze"]["samples"] == 1
 
 
-def test_the_program_writes_all_it_is_asked_for_into_the_runs_folder(trained_once, tmp_path):
+def test_the_program_writes_all_it_is_asked_for_and_refuses_in_one_line(trained_once, tmp_path):
   (tmp_path / "text.txt").write_text("abc de f " * 300)
-  command = [sys.executable, "-m", "experiments.eval_lm", f"--model={trained_once}", f"--text={tmp_path / 'text.txt'}"]
-  command += ["--activity", "--min_count=2", "--tasks=tiny_cloze", f"--out={tmp_path / 'out'}"]
-  result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-  assert result.returncode == 0, result.stderr
-  assert "Traceback" not in result.stderr
+  model, text = f"--model={trained_once}", f"--text={tmp_path / 'text.txt'}"
+  (code, stdout, stderr), *wrong = program.answers(
+    "experiments.eval_lm",
+    [model, text, "--activity", "--min_count=2", "--tasks=tiny_cloze", f"--out={tmp_path / 'out'}"],
+    [text],
+    [model],
+    [model, "--tasks=tiny_cloze", "--activity"],
+    [model, text, "--limit=3"],
+    [model, "--text=/nowhere/*.txt"],
+  )
+  assert code == 0, stderr
   found = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "out").glob("*.json")}
   assert set(found) == {"perplexity", "sparsity", "tasks"}
   assert {entry["step"] for entry in found.values()} == {16}
   assert found["perplexity"]["bytes"] == 2700
-  assert f"{found['perplexity']['perplexity_per_byte']:.4f} per byte" in result.stdout
+  assert f"{found['perplexity']['perplexity_per_byte']:.4f} per byte" in stdout
   assert len(found["sparsity"]["l0_by_position"]) == 16
   assert found["tasks"]["tasks"]["tiny_cloze"]["samples"] == 12
+  said = [
+    "--model is missing",
+    "there is nothing to do; give --text=FILES, --tasks=NAMES",
+    "--activity counts on text; give --text=FILES",
+    "--limit has no effect without --tasks",
+    "data.path='/nowhere/*.txt': the pattern matches no file",
+  ]
+  for (code, _, stderr), message in zip(wrong, said, strict=True):
+    assert code == 2, stderr
+    assert message in stderr.splitlines()[-1]

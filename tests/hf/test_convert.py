@@ -1,14 +1,13 @@
 """Checkpoints of transformers in, ours out, and the same logits at every position on both sides."""
 
+import io
 import json
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import program
 import pytest
 import torch
 import transformers
@@ -16,15 +15,16 @@ from flax import nnx
 from hf_models import SHAPE, VOCAB, logits_of, make_model, restyle, save
 from safetensors.numpy import load_file, save_file
 
-from sparse_lm import inference
+from sparse_lm import config_io, inference
 from sparse_lm.config import LmConfig, ModelConfig, PrecisionConfig
 from sparse_lm.errors import UserError
 from sparse_lm.hf import HfFolder, convert, write_folder
 from sparse_lm.inference.opening import abstract_parameters
 from sparse_lm.models.transformer import Transformer
-from sparse_lm.training import checkpoint
+from sparse_lm.training import checkpoint, recorder
+from sparse_lm.training.loop import train
+from sparse_lm.training.progress import Progress
 
-REPOSITORY = Path(__file__).parents[2]
 TOKENS_BL = np.random.default_rng(0).integers(0, VOCAB, (2, 23))
 
 
@@ -282,19 +282,65 @@ def test_nothing_is_overwritten(tmp_path, tokenizer_json):
     convert.export_run(tmp_path / "run", folder, report=lambda line: None)
 
 
-def test_the_program_converts_both_ways_and_answers_wrong_flags_in_one_line(tmp_path, tokenizer_json):
-  def start(*arguments):
-    command = [sys.executable, "-m", "experiments.convert_hf", *arguments]
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    return result.returncode, result.stdout, result.stderr
+def test_the_program_converts_both_ways_and_refuses_in_one_line(tmp_path, tokenizer_json):
+  folder = save(make_model(), tmp_path / "hf", tokenizer_json)
+  run, into, out = f"--workdir={tmp_path / 'run'}", f"--from_hf={folder}", f"--to_hf={tmp_path / 'out'}"
+  imported, exported, *wrong = program.answers(
+    "experiments.convert_hf",
+    [into, run],
+    [out, run, "--dtype=bfloat16"],
+    [into, out, run],
+    [run],
+    [into],
+    [out, run, "--fsdp=2"],
+    [into, run, "--dtype=bfloat16"],
+    [f"--to_hf={tmp_path / 'other'}", f"--workdir={tmp_path / 'nowhere'}"],
+  )
+  assert (imported[0], imported[2], exported[0], exported[2]) == (0, "", 0, "")
+  assert f"checkpoint.restore_path={tmp_path / 'run' / 'checkpoints' / '0'}" in imported[1]
+  assert load_file(tmp_path / "out" / "model.safetensors")["model.norm.weight"].dtype == "bfloat16"
+  said = [
+    "give one of --from_hf=FOLDER",
+    "give one of --from_hf=FOLDER",
+    "--workdir is missing",
+    "--fsdp has no effect in this direction",
+    "--dtype has no effect in this direction",
+    f"there is no {tmp_path / 'nowhere'}",
+  ]
+  for (code, _, stderr), message in zip(wrong, said, strict=True):
+    assert (code, stderr.count("\n")) == (2, 1), stderr
+    assert message in stderr
 
-  theirs = make_model()
-  folder = save(theirs, tmp_path / "hf", tokenizer_json)
-  code, out, err = start(f"--from_hf={folder}", f"--workdir={tmp_path / 'run'}")
-  assert (code, err) == (0, "")
-  assert "checkpoint.restore_path=" in out
-  code, out, err = start(f"--to_hf={tmp_path / 'out'}", f"--workdir={tmp_path / 'run'}", "--fsdp=2")
-  assert (code, err) == (2, "error: --fsdp has no effect in this direction; leave it out\n")
+
+def test_training_starts_from_a_converted_checkpoint_but_not_in_its_folder(tmp_path, config_for, tokenizer_json):
+  folder = save(make_model(hidden_act="relu", num_key_value_heads=2), tmp_path / "hf", tokenizer_json)
+  path = convert.import_folder(folder, tmp_path / "run", report=lambda line: None)
+  config = config_for(path, tokenizer_json)
+  train(config, tmp_path / "tuned", progress=Progress(1, io.StringIO()))
+  before, after = (inference.open_model(tmp_path / name, report=lambda line: None) for name in ("run", "tuned"))
+  leaves = zip(jax.tree.leaves(before.model), jax.tree.leaves(after.model))
+  moved = [float(jnp.abs(a[: len(b)] - b).max()) for a, b in leaves]  # the imported vocabulary has more rows
+  assert 0 < max(moved) < 0.01  # two small steps away, and nowhere near a fresh start
+  converted = recorder.read_json(tmp_path / "run" / "config.json")
+  with pytest.raises(UserError, match=r"holds the parameters of a converted checkpoint, and no run; .*restore_path="):
+    train(config, tmp_path / "run", progress=Progress(1, io.StringIO()))
+  assert recorder.read_json(tmp_path / "run" / "config.json") == converted
+
+
+@pytest.fixture
+def config_for(corpus):
+  """Two steps of training the model of a converted checkpoint on the small corpus."""
+
+  def make(path, tokenizer_json):
+    config = config_io.from_dict(LmConfig, checkpoint.read_metadata(path)["config"])
+    config.data.source, config.data.path, config.data.tokenizer = "text", f"{corpus}/*.txt", str(tokenizer_json)
+    config.data.cache_dir, config.training.steps, config.training.batch_size = str(corpus / "cache"), 2, 2
+    config.training.warmup_steps, config.training.learning_rate, config.parallel.data = 0, 1e-3, 1
+    config.training.eval_batches, config.checkpoint.restore_path = 1, str(path)
+    config.validate()
+    return config
+
+  return make
 
 
 def test_a_converted_checkpoint_has_a_config_that_training_takes(tmp_path, tokenizer_json):

@@ -1,20 +1,17 @@
 """What is generated, streamed, stopped and refused."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import program
 import pytest
 
 from sparse_lm.errors import UserError
 from sparse_lm.inference.generation import Generator
 from sparse_lm.inference.sampling import Sampling
 
-REPOSITORY = Path(__file__).parents[2]
 PROMPTS = ["the cat", "", "the cats sat on", "m"]
 WARM = Sampling(temperature=1.0)
 
@@ -110,13 +107,41 @@ def test_a_prompt_that_leaves_room_for_one_token_gets_one(generator):
   assert complete(generator, ["m" * 46], max_tokens=5)[0][1:] == (1, "context is full")
 
 
-def test_the_program_streams_texts_in_order_and_writes_them(trained_once, tmp_path):
+def test_the_program_streams_texts_in_order_and_writes_them_and_refuses_in_one_line(trained_once, tmp_path):
   (tmp_path / "prompts.txt").write_text("abc de\nb\n")
-  command = [sys.executable, "-m", "experiments.generate", f"--model={trained_once}", "--prompt=first one"]
-  command += [f"--prompts={tmp_path / 'prompts.txt'}", "--max_tokens=4", f"--output={tmp_path / 'out.jsonl'}"]
-  result = subprocess.run([*command, "--batch_size=2"], cwd=REPOSITORY, capture_output=True, text=True, check=False)
-  assert result.returncode == 0, result.stderr
+  model, out = f"--model={trained_once}", f"--output={tmp_path / 'out.jsonl'}"
+  good = [model, "--prompt=first one", f"--prompts={tmp_path / 'prompts.txt'}", "--max_tokens=4", out, "--batch_size=2"]
+  (code, stdout, stderr), again, *wrong = program.answers(
+    "experiments.generate",
+    good,
+    good,
+    ["--prompt=x"],
+    [model],
+    [model, "x"],
+    [model, f"--prompts={tmp_path / 'nowhere'}"],
+    [model, "--prompt=x", "--temperature=0", "--top_k=3"],
+    [model, "--prompt=x", "--top_p=2"],
+    [model, "--prompt=" + "x" * 99],
+    [f"--model={tmp_path / 'nowhere'}", "--prompt=x"],
+    [f"--model={tmp_path}", "--prompt=x"],
+  )
+  assert code == 0, stderr
   entries = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
   assert [entry["prompt"] for entry in entries] == ["first one", "abc de", "b"]
-  assert result.stdout == "".join(entry["prompt"] + entry["text"] + "\n" for entry in entries)
-  assert result.stderr.count("tokens, max_tokens]") + result.stderr.count("tokens, end of text]") == 3
+  assert stdout == "".join(entry["prompt"] + entry["text"] + "\n" for entry in entries)
+  assert stderr.count("tokens, max_tokens]") + stderr.count("tokens, end of text]") == 3
+  said = [
+    f"--output={tmp_path / 'out.jsonl'} exists; name a new file",
+    "--model is missing",
+    "there is no prompt; give --prompt",
+    "'x' is not a flag",
+    "nowhere cannot be read",
+    "top_k=3 and top_p=None have no effect at temperature=0",
+    "top_p=2.0 must lie in (0, 1]",
+    "prompt 1 has 100 tokens",
+    f"there is no {tmp_path / 'nowhere'}; give the folder of a run",
+    f"{tmp_path} is no model: give the --workdir of a run",
+  ]
+  for (code, _, stderr), message in zip([again, *wrong], said, strict=True):
+    assert (code, stderr.count("\n")) == (2, 1), stderr
+    assert message in stderr

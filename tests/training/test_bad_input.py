@@ -1,6 +1,8 @@
 """What a user gets wrong ends in one line that says what was given and what to do, and loses nothing on disk."""
 
+import io
 import os
+import re
 import signal
 
 import pytest
@@ -11,6 +13,7 @@ from sparse_lm import config_io
 from sparse_lm.errors import EXIT_PREEMPTED, EXIT_USER_ERROR, UserError
 from sparse_lm.training import checkpoint, recorder
 from sparse_lm.training.loop import train
+from sparse_lm.training.progress import Progress
 
 
 def contents(folder):
@@ -177,9 +180,24 @@ def test_a_work_folder_in_use_is_refused_in_one_line_and_the_run_in_it_goes_on(s
   [
     ({"model.model_width": 30}, "model.model_width=30 is not divisible by model.num_heads=4"),
     ({"data.path": "/nowhere/*.txt"}, "data.path='/nowhere/*.txt'"),
-    ({"parallel.data": 3}, "parallel.data=3"),
-    ({"model.ffn_width": 1_500_000_000}, "out of memory ("),
+    ({"parallel.data": 3}, "4 sequences do not divide over parallel.data * parallel.fsdp = 3 devices"),
+    ({"parallel.data": 16}, "parallel.data=16 and parallel.fsdp=1 do not fit 8 cpu"),
     ({"training.steps": 2**31}, "training.steps=2147483648 must be less than 2**31"),
+  ],
+  ids=str,
+)
+def test_a_mistake_is_said_before_anything_is_written(changes, said, config, tmp_path):
+  with pytest.raises(UserError, match=re.escape(said)) as caught:
+    train(config_io.overlay(config, changes), tmp_path / "run", progress=Progress(1, io.StringIO()))
+  assert "\n" not in str(caught.value)
+  assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+  ("changes", "said"),
+  [
+    ({"model.model_width": 30}, "model.model_width=30 is not divisible by model.num_heads=4"),
+    ({"model.ffn_width": 1_500_000_000}, "out of memory ("),
   ],
   ids=str,
 )
