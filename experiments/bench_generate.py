@@ -8,6 +8,7 @@ costs beside the bare jitted step, on `configs/lm/small.py`. Both write a record
 import statistics
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -151,7 +152,7 @@ def loop_cases():
   tokenizer = data.open_dataset(config, report=lambda line: None).tokenizer
   precision = PrecisionConfig("fp32" if jax.default_backend() == "cpu" else "bf16")
   model = jax.jit(lambda: _untrained(config, precision))()
-  opened = OpenedModel(config.model, precision, model, tokenizer, "small", None)
+  opened = OpenedModel(config.model, precision, model, tokenizer, Path("configs/lm/small.py"), None)
   generator, decoder = Generator(opened), Decoder(model)
   word = tokenizer.decode(tokenizer.encode(" the"))
   prompts = ["".join([word] * (_PROMPT.value - 1))] * batch
