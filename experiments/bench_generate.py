@@ -27,6 +27,7 @@ from sparse_lm.inference.decoding import Decoder
 from sparse_lm.inference.generation import Generator
 from sparse_lm.inference.opening import abstract_parameters
 from sparse_lm.inference.sampling import Sampling
+from sparse_lm.tables import decode_table
 from sparse_lm.training.mfu import peak_bytes_per_second
 
 _WHAT = flags.DEFINE_enum("what", None, ["decode", "loop"], "what to measure")
@@ -126,23 +127,6 @@ def _time_decode(config: LmConfig, decoder: Decoder, batch: int, slots: int) -> 
     now = decoder.advance(now, keys_B, sampling=_SAMPLING)
   jax.block_until_ready(now)
   return (time.perf_counter() - start) / _TOKENS.value
-
-
-def decode_table(cases: list[Json]) -> str:
-  """Markdown of a record."""
-  header = ["model", "sequences", "cache slots", "tokens/s", "ms a step (min to max)", "share of the bandwidth limit"]
-  rows = [
-    [
-      c["model"],
-      str(c["batch"]),
-      str(c["slots"]),
-      f"{c['tokens_per_second']:,.0f}",
-      f"{1e3 * c['seconds']:.3f} ({1e3 * c['seconds_min']:.3f} to {1e3 * c['seconds_max']:.3f})",
-      "-" if c["share_of_bandwidth"] is None else f"{c['share_of_bandwidth']:.1%}",
-    ]
-    for c in cases
-  ]
-  return bench.markdown_table(header, rows)
 
 
 def loop_cases():

@@ -113,14 +113,18 @@ def write_documents(*, check: bool) -> None:
 
 def _document_tables() -> dict[str, Callable[[], str]]:
   from pallas_kernels import bench
-  from sparse_lm.tables import fill, speed_table, to_markdown
+  from sparse_lm.tables import decode_table, fill, speed_table, to_markdown
 
   def paper(name: str) -> str:
     table = load_table(str(ROOT / "configs" / "tables" / f"{name}.py"))
     return to_markdown(table, fill(table, ROOT))
 
   documents = {name: functools.partial(paper, name) for name in table_names()}
-  return documents | {"demo": _demo_table, "speed": lambda: speed_table(bench.load_cases(RECORDS / "bench_lm_dense"))}
+  return documents | {
+    "demo": _demo_table,
+    "speed": lambda: speed_table(bench.load_cases(RECORDS / "bench_lm_dense")),
+    "decode": lambda: decode_table(bench.load_cases(RECORDS / "bench_generate_decode")),
+  }
 
 
 def _demo_table() -> str:

@@ -149,9 +149,30 @@ def speed_table(cases: list[Json]) -> str:
     largest = {case["what"]: case for case in sorted(cases, key=lambda c: c["sequences"]) if case["model"] == model}
     speeds = [f"{largest[what]['tokens_per_ms']:.1f} tokens/ms" for what in ("forward", "forward + backward")]
     step = largest["AdamW step"]
-    size = model.removeprefix("paper_").replace("_", ".").upper()
-    rows.append([size, *speeds, f"{step['tokens_per_ms']:.1f} tokens/ms", f"{step['mfu']:.1%}"])
+    rows.append([_size(model), *speeds, f"{step['tokens_per_ms']:.1f} tokens/ms", f"{step['mfu']:.1%}"])
     rows[-1].append(f"{step['peak_bytes'] / 2**30:.1f} GiB")
+  return bench.markdown_table(header, rows)
+
+
+def _size(model: str) -> str:
+  """paper_1_5b as 1.5B."""
+  return model.removeprefix("paper_").replace("_", ".").upper()
+
+
+def decode_table(cases: list[Json]) -> str:
+  """Returns the table of a record of `experiments.bench_generate --what=decode`."""
+  header = ["model", "sequences", "cache slots", "tokens/s", "ms a step (min to max)", "share of the bandwidth limit"]
+  rows = [
+    [
+      _size(c["model"]),
+      str(c["batch"]),
+      str(c["slots"]),
+      f"{c['tokens_per_second']:,.0f}",
+      f"{1e3 * c['seconds']:.3f} ({1e3 * c['seconds_min']:.3f} to {1e3 * c['seconds_max']:.3f})",
+      "-" if c["share_of_bandwidth"] is None else f"{c['share_of_bandwidth']:.1%}",
+    ]
+    for c in cases
+  ]
   return bench.markdown_table(header, rows)
 
 

@@ -19,7 +19,20 @@ MAY_IMPORT = {
 }
 # Besides the standard library: the kernels are usable alone. jaxlib is the compiled half of jax.
 KERNELS_MAY_IMPORT = ("jax", "jaxlib", "numpy")
-OPTIONAL = ("tokenizers", "grain", "matplotlib", "torch", "tensorboardX", "pyarrow", "datasets", "pynvml")
+OPTIONAL = (
+  "tokenizers",
+  "grain",
+  "matplotlib",
+  "torch",
+  "transformers",
+  "safetensors",
+  "tensorboardX",
+  "pyarrow",
+  "datasets",
+  "huggingface_hub",
+  "lm_eval",
+  "pynvml",
+)
 RUN_CODE = ("pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "runpy", "yaml")
 # The config file that a user names on the command line is Python, and is run. Nothing else is.
 RUNS_THE_CONFIG_FILE = ROOT / "sparse_lm" / "flags.py"

@@ -6,7 +6,7 @@ python -m experiments.tables --table=configs/tables/table6.py --runs=runs/table1
 from configs.tables.paper import HARDWARE, accuracy, trained
 from sparse_lm.table_config import Number, PaperTable, Row, TaskScore
 
-_TASKS = ("hellaswag", "commonsense_qa", "piqa", "winogrande", "arc_easy", "arc_challenge", "openbookqa")
+_TASKS = ("hellaswag", "commonsense_qa_cloze", "piqa", "winogrande", "arc_easy", "arc_challenge", "openbookqa")
 
 
 def get_table() -> PaperTable:
