@@ -74,8 +74,7 @@ def nongated_case(metric: str) -> BenchmarkCase:
     case={"model": "paper_1_5b_nongated", "what": "forward"},
     metric=metric,
     command=(
-      "python -m experiments.bench_lm --what=dense --models=paper_1_5b_nongated"
-      " --record=experiments/records/bench_lm_nongated"
+      "python -m experiments.bench_lm --what=dense --models=paper_1_5b_nongated --record=runs/bench_lm_nongated"
     ),
     needs="one GPU of 80 GB",
   )

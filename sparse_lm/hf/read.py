@@ -64,8 +64,10 @@ class HfFolder:
     Raises:
       UserError: a tensor cannot be read or has another shape than config.json says.
     """
+    # The largest first: what is on its way to a device comes on top of what is there already.
+    leaves = sorted(flatten(abstract).items(), key=lambda item: -item[1].size)
     with self._said():
-      return unflatten(abstract, {name: self._parameter(name, leaf) for name, leaf in flatten(abstract).items()})
+      return unflatten(abstract, {name: self._parameter(name, leaf) for name, leaf in leaves})
 
   def _parameter(self, name: str, leaf: Any) -> jax.Array:
     path = name.removesuffix("/value")
