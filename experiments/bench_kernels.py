@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from pallas_kernels import bench, mosaic
+from pallas_kernels import bench, device
 from pallas_kernels.embedding import bag_hopper, reference, shapes
 from sparse_lm.errors import UserError
 from sparse_lm.flags import run
@@ -146,10 +146,10 @@ def main(argv: list[str]) -> None:
   """Runs on a Hopper GPU; on anything else a time would mean nothing, so there is none."""
   if argv[1:]:
     raise UserError(f"{argv[1]!r} is not a flag; write --name=value")
+  if (reason := device.missing_hopper()) is not None:
+    raise UserError(f"bench_kernels measures kernels for sm_90: {reason}; no times were taken")
   if not _RECORD.value:
     raise UserError("--record is missing; name a new folder, such as --record=runs/bench_kernels")
-  if (reason := mosaic.missing_hopper()) is not None:
-    raise UserError(f"bench_kernels measures kernels for sm_90: {reason}; no times were taken")
   try:
     print(run_cases(_RECORD.value, only=_ONLY.value, sweep=_SWEEP.value))
   except FileExistsError as error:

@@ -6,30 +6,41 @@ plain jnp otherwise, and then the log says why, once for each reason.
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import jax
 
-from pallas_kernels import mosaic
+from pallas_kernels import device
 
 Implementation = Literal["reference", "interpret", "hopper"]
 
 
-def choose(op: str, implementation: Implementation | None, unsupported: str | None) -> Implementation:
-  """Returns the back end of one call; `unsupported` is why the kernel cannot take these arguments, if it cannot."""
+def choose(op: str, implementation: Implementation | None, unsupported: Callable[[], str | None]) -> Implementation:
+  """Returns the back end of one call.
+
+  Args:
+    op: public name of the operation.
+    implementation: what the caller asks for.
+    unsupported: says why the kernel cannot take these arguments, if it cannot; asked only where it could run.
+
+  Raises:
+    NotImplementedError: what the caller asks for cannot serve the call.
+  """
   if implementation is None:
-    no_gpu = mosaic.missing_hopper()
-    if no_gpu is None and unsupported is None:
+    no_gpu = device.missing_hopper()
+    reason = no_gpu or unsupported()
+    if reason is None:
       return "hopper"
-    _log_fallback(op, no_gpu or unsupported, logging.WARNING if no_gpu is None else logging.INFO)
+    _log_fallback(op, reason, logging.WARNING if no_gpu is None else logging.INFO)
     return "reference"
   if implementation not in get_args(Implementation):
     raise ValueError(f"{op}: implementation={implementation!r} must be None or one of {get_args(Implementation)}")
   if implementation == "reference":
     return implementation
-  reason = unsupported
+  reason = unsupported()
   if reason is None and implementation == "hopper":
-    reason = mosaic.missing_hopper()
+    reason = device.missing_hopper()
   if reason is not None:
     raise NotImplementedError(f'{op}: implementation="{implementation}" cannot serve this call: {reason}')
   return implementation

@@ -1,4 +1,4 @@
-"""The one home of unstable Mosaic GPU calls: device queries, launching, the interpreter, shims for what it cannot run.
+"""The one home of unstable Mosaic GPU calls: launching, the interpreter, shims for what it cannot run.
 
 Mosaic GPU renames things between releases, and its CPU interpreter lacks some instructions. Kernels import this module
 for such parts, so that a new JAX release is one file's work. Each shim runs different code on the GPU and in the
@@ -21,30 +21,6 @@ SMEM_BYTES = 227 * 1024  # what one block may use on sm_90
 
 # NaN-filled scratch shows a read before the first write; a race is recorded, not raised: see `no_races`.
 _INTERPRET = plgpu.InterpretGPUParams(detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan")
-
-
-def _device() -> jax.Device:
-  """The device on which an unplaced computation runs."""
-  default = jax.config.jax_default_device
-  return default if isinstance(default, jax.Device) else jax.devices(default)[0]
-
-
-def missing_hopper() -> str | None:
-  """Why kernels for sm_90 cannot run here, or None if they can."""
-  device = _device()
-  if device.platform not in ("gpu", "cuda"):
-    return f"it needs a GPU of compute capability 9.0, the default device is {device.device_kind!r} ({device.platform})"
-  capability = getattr(device, "compute_capability", "unknown")
-  if capability != "9.0":
-    return f"it needs a GPU of compute capability 9.0, {device.device_kind!r} has {capability}"
-  return None
-
-
-def num_sms() -> int:
-  """Streaming multiprocessors of the default device."""
-  if (reason := missing_hopper()) is not None:
-    raise RuntimeError(f"mosaic.num_sms: {reason}")
-  return _device().core_count  # type: ignore[attr-defined]  # exists on GPU devices only
 
 
 def check_smem(name: str, needed: int) -> None:

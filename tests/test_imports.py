@@ -152,3 +152,10 @@ def test_importing_does_not_load_what_is_needed_only_sometimes(loaded, package):
 
 def test_importing_the_kernels_loads_nothing_of_the_training_library(loaded):
   assert loaded["pallas_kernels"].isdisjoint({"flax", "optax", "orbax", "sparse_lm"})
+
+
+def test_importing_does_not_load_the_kernels_compiler():
+  """A second of every start, on machines most of which cannot run a kernel."""
+  program = "import sys, sparse_lm.training.loop; print('jax.experimental.mosaic.gpu' in sys.modules)"
+  result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+  assert result.stdout == "False\n"

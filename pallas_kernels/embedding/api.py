@@ -4,6 +4,7 @@ Dimension key: V table rows, D row width, T ids, B bags.
 """
 
 import functools
+from types import ModuleType
 from typing import get_args
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import dispatch, row_offsets
-from pallas_kernels.embedding import bag_hopper, reference
+from pallas_kernels.embedding import reference
 from pallas_kernels.embedding.reference import Mode
 
 
@@ -54,7 +55,8 @@ def bag(
   out_shape = (offsets.shape[0] - 1, table_VD.shape[1])
   if sink is not None and (sink.shape != out_shape or sink.dtype != jnp.float32):
     raise ValueError(f"embedding.bag: sink must be float32{out_shape} like the result, got {sink.dtype}{sink.shape}")
-  chosen = dispatch.choose("embedding.bag", implementation, bag_hopper.unsupported(table_VD.shape[1], table_VD.dtype))
+  unsupported = lambda: _kernel().unsupported(table_VD.shape[1], table_VD.dtype)
+  chosen = dispatch.choose("embedding.bag", implementation, unsupported)
   return _bag(mode, chosen, *arrays.values())
 
 
@@ -74,12 +76,18 @@ def _check(table_VD, ids, weights, mode) -> None:
     raise ValueError(f"embedding.bag: mode={mode!r} must be one of {get_args(Mode)}")
 
 
+def _kernel() -> ModuleType:
+  from pallas_kernels.embedding import bag_hopper  # a second to import, and of no use on most machines
+
+  return bag_hopper
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _bag(mode, implementation, table_VD, ids_T, offsets, weights_T, sink_BD):
   del sink_BD
   if implementation == "reference":
     return reference.bag(table_VD, ids_T, offsets, weights_T, mode)
-  return bag_hopper.bag(table_VD, ids_T, offsets, weights_T, mode, interpret=implementation == "interpret")
+  return _kernel().bag(table_VD, ids_T, offsets, weights_T, mode, interpret=implementation == "interpret")
 
 
 def _bag_forward(mode, implementation, table_VD, ids_T, offsets, weights_T, sink_BD):

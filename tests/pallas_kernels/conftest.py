@@ -7,13 +7,13 @@ import jax
 import numpy as np
 import pytest
 
-from pallas_kernels import mosaic
+from pallas_kernels import device, mosaic
 
 
 @pytest.fixture
 def hopper():
   """Lets a test run only on the hardware that it is for."""
-  if (reason := mosaic.missing_hopper()) is not None:
+  if (reason := device.missing_hopper()) is not None:
     pytest.skip(f"hopper: {reason}")
 
 

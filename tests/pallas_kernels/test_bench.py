@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from experiments import bench_kernels
-from pallas_kernels import bench, mosaic
+from pallas_kernels import bench, device
 from pallas_kernels.embedding import bag_hopper, shapes
 from sparse_lm.errors import UserError
 
@@ -87,7 +87,7 @@ def test_a_wrong_kernel_is_not_timed():
 
 
 def test_a_machine_without_the_gpu_gets_no_times(monkeypatch):
-  monkeypatch.setattr(mosaic, "missing_hopper", lambda: "it needs another device")
+  monkeypatch.setattr(device, "missing_hopper", lambda: "it needs another device")
   with pytest.raises(UserError, match="it needs another device; no times were taken"):
     bench_kernels.main(["bench_kernels"])
 

@@ -8,26 +8,26 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import dispatch, mosaic
+from pallas_kernels import device, dispatch
 
 
 @pytest.fixture
 def on_hopper(monkeypatch):
-  monkeypatch.setattr(mosaic, "missing_hopper", lambda: None)
+  monkeypatch.setattr(device, "missing_hopper", lambda: None)
 
 
 @pytest.fixture
 def elsewhere(monkeypatch):
-  monkeypatch.setattr(mosaic, "missing_hopper", lambda: "no GPU")
+  monkeypatch.setattr(device, "missing_hopper", lambda: "no GPU")
 
 
 def test_none_takes_the_kernel_where_it_can_run(on_hopper):
-  assert dispatch.choose("op", None, None) == "hopper"
+  assert dispatch.choose("op", None, lambda: None) == "hopper"
 
 
 def test_none_takes_the_reference_for_what_the_kernel_cannot_do_and_warns_once(on_hopper, caplog):
   for _ in range(2):
-    assert dispatch.choose("op.a", None, "D=100 is odd") == "reference"
+    assert dispatch.choose("op.a", None, lambda: "D=100 is odd") == "reference"
   assert [(r.levelno, r.getMessage()) for r in caplog.records] == [
     (logging.WARNING, "op.a runs its plain jnp reference: D=100 is odd")
   ]
@@ -35,7 +35,7 @@ def test_none_takes_the_reference_for_what_the_kernel_cannot_do_and_warns_once(o
 
 def test_none_takes_the_reference_without_the_gpu_and_notes_it(elsewhere, caplog):
   caplog.set_level(logging.INFO)
-  assert dispatch.choose("op.b", None, None) == "reference"
+  assert dispatch.choose("op.b", None, lambda: None) == "reference"
   assert [r.levelno for r in caplog.records] == [logging.INFO]
 
 
@@ -45,19 +45,19 @@ def test_none_takes_the_reference_without_the_gpu_and_notes_it(elsewhere, caplog
 )
 def test_an_explicit_implementation_that_cannot_serve_is_refused(elsewhere, implementation, unsupported, reason):
   with pytest.raises(NotImplementedError, match=rf'op: implementation="{implementation}" cannot serve .*{reason}'):
-    dispatch.choose("op", implementation, unsupported)
+    dispatch.choose("op", implementation, lambda: unsupported)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "interpret"])
 def test_an_explicit_implementation_is_honoured(on_hopper, implementation):
-  assert dispatch.choose("op", implementation, None) == implementation
+  assert dispatch.choose("op", implementation, lambda: None) == implementation
 
 
 def test_an_unknown_implementation_is_refused():
   with pytest.raises(
     ValueError, match=r"implementation='cuda' must be None or one of \('reference', 'interpret', 'hop"
   ):
-    dispatch.choose("op", "cuda", None)
+    dispatch.choose("op", "cuda", lambda: None)
 
 
 class TestRefuseSharded:

@@ -9,7 +9,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import compile_check, mosaic
+from pallas_kernels import compile_check, device, mosaic
 
 M, N, K, STEPS = 64, 128, 64, 2
 
@@ -105,12 +105,12 @@ def test_a_machine_without_the_gpu_says_what_it_has(monkeypatch):
   class Device:
     platform, device_kind, compute_capability = "gpu", "NVIDIA A100", "8.0"
 
-  monkeypatch.setattr(mosaic, "_device", Device)
-  assert mosaic.missing_hopper() == "it needs a GPU of compute capability 9.0, 'NVIDIA A100' has 8.0"
+  monkeypatch.setattr(device, "_device", Device)
+  assert device.missing_hopper() == "it needs a GPU of compute capability 9.0, 'NVIDIA A100' has 8.0"
   with pytest.raises(RuntimeError, match=r"num_sms: .* 'NVIDIA A100' has 8\.0"):
-    mosaic.num_sms()
+    device.num_sms()
 
 
 @pytest.mark.gpu
 def test_the_gpu_has_the_sms_of_a_hopper(hopper):
-  assert 100 <= mosaic.num_sms() <= 144
+  assert 100 <= device.num_sms() <= 144

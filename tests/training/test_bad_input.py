@@ -196,7 +196,11 @@ def test_a_mistake_is_said_before_anything_is_written(changes, said, config, tmp
 @pytest.mark.parametrize(
   ("changes", "said"),
   [
-    ({"model.model_width": 30}, "model.model_width=30 is not divisible by model.num_heads=4"),
+    pytest.param(
+      {"model.model_width": 30},
+      "model.model_width=30 is not divisible by model.num_heads=4",
+      marks=pytest.mark.slow,
+    ),
     ({"model.ffn_width": 1_500_000_000}, "out of memory ("),
   ],
   ids=str,
@@ -216,6 +220,7 @@ def test_a_signal_before_the_first_step_ends_with_the_code_of_a_stopped_run(star
   assert (code, err.count("\n")) == (EXIT_PREEMPTED, 1)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_when_the_reader_of_its_output_has_left(start, tmp_path):
   process = start()
   process.stdout.close()

@@ -89,7 +89,7 @@ def test_killed_ten_times_at_random_moments_the_losses_are_still_the_same(start,
   assert losses(tmp_path / "run") == uninterrupted
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
 def test_a_signal_saves_and_exits_with_its_own_code_and_the_run_goes_on_from_there(
   name, start, tmp_path, uninterrupted
 ):
