@@ -5,6 +5,7 @@
 JSON to --out, by default the folder `evaluation` of the run, where `experiments.tables` looks for them.
 """
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -44,35 +45,42 @@ def main(argv: list[str]) -> None:
   for name in ("task_data", "task_files", "limit") if not _TASKS.value else ():
     if flags.FLAGS[name].value is not None:
       raise UserError(f"--{name} has no effect without --tasks; leave it out")
-  from sparse_lm import data  # seconds to import: a wrong flag is answered before
-  from sparse_lm.config import DataConfig
-  from sparse_lm.evaluation import activity, harness, perplexity
+  from sparse_lm.evaluation import activity, harness, perplexity  # seconds to import: a wrong flag is answered before
+  from sparse_lm.hf.read import is_hf_folder
   from sparse_lm.inference import open_model
   from sparse_lm.training import recorder
 
+  if _OUT.value is None and is_hf_folder(Path(_MODEL.value).expanduser()):
+    raise UserError(f"{_MODEL.value} is no run's folder to write results to; give --out=FOLDER")
+  texts = _texts(_TEXT.value) if _TEXT.value else []
   say = lambda line: print(line, file=sys.stderr, flush=True)
   opened = open_model(_MODEL.value, tokenizer=_TOKENIZER.value, recipe=_RECIPE.value, report=say)
-  out = _folder(opened)
+  if _ACTIVITY.value:
+    activity.require_neurons(opened)
+  out = opened.path.parents[1] / "evaluation" if _OUT.value is None else Path(_OUT.value).expanduser()
+  model = {"model": str(opened.path), "step": opened.step, "recipe": opened.precision.recipe}
+  of_tasks = "tasks" if _LIMIT.value is None else f"tasks_first_{_LIMIT.value}"  # never in the place of whole results
+  planned = {of_tasks: model} if _TASKS.value else {}
+  planned |= {
+    name: model | {"text": _TEXT.value} for name in ("perplexity", "activity")[: 1 + _ACTIVITY.value] if texts
+  }
+  earlier = {name: _earlier(out, name, identity) for name, identity in planned.items()}
   say(f"model: {opened.path}, {opened.precision.recipe}, vocabulary {opened.config.vocab_size}")
 
   def finish(name: str, result: dict[str, Any], show: Callable[[dict[str, Any]], str]) -> None:
-    entry = {"model": str(opened.path), "step": opened.step, "recipe": opened.precision.recipe} | result
-    out.mkdir(parents=True, exist_ok=True)
-    recorder.write_json(out / f"{name}.json", entry | {"environment": recorder.environment()})
-    print(f"{show(result)}\nwritten: {out / f'{name}.json'}", flush=True)
+    print(show(result), flush=True)
+    recorder.write_json(out / f"{name}.json", planned[name] | result | {"environment": recorder.environment()})
+    print(f"written: {out / f'{name}.json'}", flush=True)
 
-  if _TEXT.value:
-    texts = [text for _, text in data.documents(DataConfig(source="text", path=_TEXT.value))]
-    finish("perplexity", {"text": _TEXT.value} | perplexity.perplexity(opened, texts, say), _show_perplexity)
-    if _ACTIVITY.value:
-      counts = activity.activity(
-        opened, texts, max_tokens=_ACTIVITY_TOKENS.value, min_count=_MIN_COUNT.value, report=say
-      )
-      finish("sparsity", {"text": _TEXT.value} | counts, _show_activity)
+  if texts:
+    finish("perplexity", perplexity.perplexity(opened, texts, say), _show_perplexity)
+  if _ACTIVITY.value:
+    counts = activity.activity(opened, texts, max_tokens=_ACTIVITY_TOKENS.value, min_count=_MIN_COUNT.value, report=say)
+    finish("activity", counts, _show_activity)
   if _TASKS.value:
     names = [name for task in _TASKS.value for name in (harness.PAPER_TASKS if task == "paper" else (task,))]
     folder = lambda value: None if value is None else Path(value).expanduser()
-    result = harness.evaluate(
+    tasks = earlier[of_tasks].get("tasks", {}) | harness.evaluate(
       opened,
       names,
       data=folder(_TASK_DATA.value),
@@ -80,15 +88,40 @@ def main(argv: list[str]) -> None:
       limit=_LIMIT.value,
       report=say,
     )
-    finish("tasks", result | {"limit": _LIMIT.value}, _show_tasks)
+    finish(of_tasks, {"tasks": tasks, "mean_acc": harness.mean_acc(tasks), "limit": _LIMIT.value}, _show_tasks)
 
 
-def _folder(opened) -> Path:
-  if _OUT.value is not None:
-    return Path(_OUT.value).expanduser()
-  if opened.step is None:
-    raise UserError(f"{opened.path} is no run's folder to write results to; give --out=FOLDER")
-  return opened.path.parents[1] / "evaluation"
+def _texts(paths: str) -> list[str]:
+  from sparse_lm import data
+  from sparse_lm.config import DataConfig
+
+  try:
+    return [text for _, text in data.documents(DataConfig(source="text", path=paths))]
+  except UserError as error:
+    raise UserError(str(error).replace("data.path", "--text")) from None
+
+
+def _earlier(out: Path, name: str, identity: dict[str, Any]) -> dict[str, Any]:
+  """What the file holds already, {} if there is none; refuses to replace results of something else, before any work."""
+  from sparse_lm.training import recorder
+
+  try:
+    out.mkdir(parents=True, exist_ok=True)
+    writable = os.access(out, os.W_OK)
+  except OSError:
+    writable = False
+  if not writable:
+    raise UserError(f"{out} cannot be written; give another --out=FOLDER")
+  path = out / f"{name}.json"
+  if not path.exists():
+    return {}
+  found = recorder.read_json(path)
+  for field, value in identity.items():
+    if found.get(field) != value:
+      raise UserError(
+        f"{path} holds results of {field}={found.get(field)!r}, not {value!r}; give another --out=FOLDER, or remove it"
+      )
+  return found
 
 
 def _show_perplexity(result: dict[str, Any]) -> str:

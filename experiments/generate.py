@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TextIO
 
 from absl import flags
 
@@ -16,7 +17,9 @@ from sparse_lm.flags import run
 
 _MODEL = flags.DEFINE_string("model", None, "folder of a run, WORKDIR/checkpoints/STEP, or a Hugging Face folder")
 _PROMPT = flags.DEFINE_multi_string("prompt", [], "text to go on from; repeat the flag for several")
-_PROMPTS = flags.DEFINE_string("prompts", None, "text file with a prompt a line, - for standard input")
+_PROMPTS = flags.DEFINE_string(
+  "prompts", None, "text file with a prompt a line, blank ones left out; - for standard input"
+)
 _OUTPUT = flags.DEFINE_string(
   "output", None, "also write a JSON object a prompt to this new file: prompt, text, tokens, end"
 )
@@ -40,13 +43,17 @@ def main(argv: list[str]) -> None:
   prompts = [*_PROMPT.value, *_lines(_PROMPTS.value)]
   if not prompts:
     raise UserError('there is no prompt; give --prompt="..." or --prompts=FILE')
-  if _OUTPUT.value is not None and Path(_OUTPUT.value).exists():
-    raise UserError(f"--output={_OUTPUT.value} exists; name a new file, nothing is overwritten")
+  for number, prompt in enumerate(prompts, start=1):
+    try:
+      prompt.encode()
+    except UnicodeEncodeError:  # bytes of the command line that are no text reach Python as halves of characters
+      raise UserError(f"prompt {number} is no UTF-8 text ({prompt!r})") from None
   from sparse_lm.inference import open_model  # seconds to import: a wrong flag is answered before
   from sparse_lm.inference.generation import Generator, Piece
   from sparse_lm.inference.sampling import Sampling
 
   sampling = Sampling(temperature=_TEMPERATURE.value, top_k=_TOP_K.value, top_p=_TOP_P.value)
+  output = _new_file(_OUTPUT.value)
   say = lambda line: print(line, file=sys.stderr, flush=True)
   generator = Generator(open_model(_MODEL.value, tokenizer=_TOKENIZER.value, recipe=_RECIPE.value, report=say))
 
@@ -65,9 +72,21 @@ def main(argv: list[str]) -> None:
   for first in range(0, len(prompts), _BATCH_SIZE.value):
     for number, text, tokens, end in _in_order(pieces(first), prompts[first : first + _BATCH_SIZE.value]):
       say(f"[{tokens} tokens, {end}]")
-      if _OUTPUT.value is not None:
-        with open(_OUTPUT.value, "a", encoding="utf-8") as file:
-          file.write(json.dumps({"prompt": prompts[first + number], "text": text, "tokens": tokens, "end": end}) + "\n")
+      if output is not None:
+        output.write(json.dumps({"prompt": prompts[first + number], "text": text, "tokens": tokens, "end": end}) + "\n")
+        output.flush()
+
+
+def _new_file(path: str | None) -> TextIO | None:
+  """Opened before anything is generated, so that nothing is lost if it cannot be."""
+  if not path:
+    return None
+  try:
+    return Path(path).expanduser().open("x", encoding="utf-8")
+  except FileExistsError:
+    raise UserError(f"--output={path} exists; name a new file, nothing is overwritten") from None
+  except OSError as error:
+    raise UserError(f"--output={path} cannot be written ({error.strerror}); name another file") from None
 
 
 def _in_order(pieces: Iterable, prompts: list[str]) -> Iterator[tuple[int, str, int, str]]:
@@ -95,10 +114,12 @@ def _lines(path: str | None) -> list[str]:
   if path is None:
     return []
   try:
-    text = sys.stdin.read() if path == "-" else Path(path).expanduser().read_text(encoding="utf-8")
+    raw = sys.stdin.buffer.read() if path == "-" else Path(path).expanduser().read_bytes()
+    text = raw.decode("utf-8")
   except (OSError, UnicodeDecodeError) as error:
     raise UserError(f"--prompts={path} cannot be read ({error})") from None
-  return text.splitlines()
+  # Not splitlines, which also cuts at characters that a prompt may hold.
+  return [line for line in (line.removesuffix("\r") for line in text.split("\n")) if line]
 
 
 if __name__ == "__main__":

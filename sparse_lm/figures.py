@@ -56,11 +56,11 @@ def paper(runs: Runs, folder: Path) -> tuple[list[Path], list[str]]:
     paths.append(_l0(folder / "fig8.png", neurons, legend=legend))
     paths.append(_dead(folder / "fig9.png", neurons, legend=legend))
   for name, run in runs.items():
-    if sparsity := run.evaluations.get("sparsity"):
-      paths.append(_l0_per_layer(folder / f"fig6_{name}.png", name, sparsity))
-      paths.append(_l0_by_token(folder / f"fig7_{name}.png", name, sparsity))
+    if activity := run.evaluations.get("activity"):
+      paths.append(_l0_per_layer(folder / f"fig6_{name}.png", name, activity))
+      paths.append(_l0_by_token(folder / f"fig7_{name}.png", name, activity))
     else:
-      left_out.append(f"fig6, fig7: run {name} has no evaluation/sparsity.json (experiments.eval_lm --sparsity)")
+      left_out.append(f"fig6, fig7: run {name} has no evaluation/activity.json (experiments.eval_lm --activity)")
   return paths, left_out
 
 
@@ -164,13 +164,13 @@ def _coefficient_axis(axes, coefficients: list[float]) -> None:
   axes.set_xticks([], minor=True)
 
 
-def _l0_per_layer(path: Path, name: str, sparsity: dict[str, Any]) -> Path:
+def _l0_per_layer(path: Path, name: str, activity: dict[str, Any]) -> Path:
   """Figure 6: mean and maximum over tokens."""
   with _canvas(path) as (axes,):
-    _by_layer(axes, sparsity["l0_max_per_layer"], label="token with the most")
-    _by_layer(axes, sparsity["l0_per_layer"], label="mean over tokens")
+    _by_layer(axes, activity["l0_max_per_layer"], label="token with the most")
+    _by_layer(axes, activity["l0_per_layer"], label="mean over tokens")
     axes.set(
-      title=f"{name}: neurons that fire, by layer (of {sparsity['ffn_width']}; {sparsity['tokens']:,} tokens)",
+      title=f"{name}: neurons that fire, by layer (of {activity['ffn_width']}; {activity['tokens']:,} tokens)",
       xlabel="layer",
       ylabel=_NON_ZEROS,
     )
@@ -179,10 +179,10 @@ def _l0_per_layer(path: Path, name: str, sparsity: dict[str, Any]) -> Path:
   return path
 
 
-def _l0_by_token(path: Path, name: str, sparsity: dict[str, Any]) -> Path:
+def _l0_by_token(path: Path, name: str, activity: dict[str, Any]) -> Path:
   """Figure 7: the tokens with the fewest and the most non-zeros, and their number by position in the sequence."""
   with _canvas(path, panels=3) as (fewest, most, position):
-    for axes, entries, title in ((fewest, sparsity["fewest"], "fewest"), (most, sparsity["most"], "most")):
+    for axes, entries, title in ((fewest, activity["fewest"], "fewest"), (most, activity["most"], "most")):
       bars = axes.barh(range(len(entries)), [entry["l0"] for entry in entries])
       axes.bar_label(bars, fmt="%.1f", padding=2, fontsize=8)
       names = [_visible(entry["token"]) for entry in entries]
@@ -190,7 +190,7 @@ def _l0_by_token(path: Path, name: str, sparsity: dict[str, Any]) -> Path:
       axes.invert_yaxis()
       axes.margins(x=0.2)
       axes.set(title=f"{name}: tokens with the {title}", xlabel=_NON_ZEROS)
-    values = sparsity["l0_by_position"]
+    values = activity["l0_by_position"]
     position.plot(range(1, len(values) + 1), values, ".-" if len(values) < 100 else "-")
     position.set_xscale("log")
     position.xaxis.set_major_formatter("{x:g}")

@@ -29,6 +29,7 @@ from absl import app, flags, logging
 from sparse_lm import config_io
 from sparse_lm.errors import EXIT_PREEMPTED, EXIT_SAVE_FAILED, EXIT_USER_ERROR, UserError, first_line
 
+EXIT_BROKEN_PIPE = 141  # as a shell reports it
 EXIT_INTERRUPTED = 130  # what a shell reports of a program that Ctrl-C ended
 _NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -217,6 +218,9 @@ def _errors_in_one_line() -> Iterator[None]:
       " set model.remat, or share the weights over more devices with parallel.fsdp",
       EXIT_USER_ERROR,
     )
+  except BrokenPipeError:  # the reader of our output has left (`| head`)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    raise SystemExit(EXIT_BROKEN_PIPE) from None
   except OSError as error:
     if error.errno not in _NOT_ALLOWED + _DISK_FULL:
       raise

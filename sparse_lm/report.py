@@ -11,7 +11,7 @@ from sparse_lm.errors import UserError
 from sparse_lm.training import recorder
 
 Json = dict[str, Any]
-_EVALUATIONS = ("tasks", "sparsity")  # files that experiments/eval_lm.py writes
+_EVALUATIONS = ("tasks", "activity")  # files that experiments/eval_lm.py writes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +21,7 @@ class RunRecord:
   config: Json
   env: Json
   metrics: list[Json]  # one a logged step, oldest first, at least one
-  evaluations: dict[str, Json]  # "tasks" and "sparsity", where they were made
+  evaluations: dict[str, Json]  # "tasks" and "activity", where they were made
 
   @property
   def last(self) -> Json:

@@ -17,6 +17,7 @@ from typing import Any
 from pallas_kernels import bench
 from sparse_lm.config import LmConfig
 from sparse_lm.errors import UserError
+from sparse_lm.evaluation.harness import PAPER_TASKS
 from sparse_lm.flags import load_config
 from sparse_lm.report import RunRecord, read_run
 from sparse_lm.table_config import (
@@ -259,6 +260,8 @@ def _from_run(
     tasks = run.evaluations.get("tasks", {})
     if "step" in tasks and tasks["step"] != run.steps:
       return _Found(status=f"not evaluated: tasks.json is of step {tasks['step']} of {run.steps}", **origin)
+    if (lacking := _lacking(source, tasks)) is not None:
+      return _Found(status=lacking, **origin)
     share: Any = functools.reduce(lambda node, name: node.get(name, {}), source.path.split("."), tasks)
     value = None if share == {} else 100 * share
     missing = f"not evaluated: no {source.path} in evaluation/tasks.json"
@@ -269,6 +272,16 @@ def _from_run(
   return _Found(
     value=value, status="measured" if origin["comparable"] else "measured, not at the paper's size", **origin
   )
+
+
+def _lacking(source: TaskScore, tasks: Json) -> str | None:
+  """Why a mean is not what the paper means by it, if it is not."""
+  found = tasks.get("tasks", {})
+  missing, others = set(PAPER_TASKS) - set(found), set(found) - set(PAPER_TASKS)
+  if source.path != "mean_acc" or not found or not (missing or others):
+    return None
+  listed = lambda names: ", ".join(sorted(names)) or "none"
+  return f"not evaluated: the mean is not that of the 7 tasks (missing: {listed(missing)}; others: {listed(others)})"
 
 
 def _has_size_of(run: RunRecord, model: TrainedModel, root: Path) -> bool:

@@ -24,7 +24,7 @@ def write_run(folder, entries, *, ffn_width=200, coefficient=0.0, steps=None, sp
   (folder / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
   if sparsity is not None:
     (folder / "evaluation").mkdir()
-    (folder / "evaluation" / "sparsity.json").write_text(json.dumps(sparsity))
+    (folder / "evaluation" / "activity.json").write_text(json.dumps(sparsity))
   return folder
 
 
@@ -254,8 +254,8 @@ def test_figures_of_a_sweep_and_a_line_for_each_run_that_lacks_one(sweep, tmp_pa
     assert png_size(path)[1] > 10_000, path
   assert left_out == [
     "fig3: run c has no validation at its end (step 20 of 30)",
-    "fig6, fig7: run b has no evaluation/sparsity.json (experiments.eval_lm --sparsity)",
-    "fig6, fig7: run c has no evaluation/sparsity.json (experiments.eval_lm --sparsity)",
+    "fig6, fig7: run b has no evaluation/activity.json (experiments.eval_lm --activity)",
+    "fig6, fig7: run c has no evaluation/activity.json (experiments.eval_lm --activity)",
   ]
 
 

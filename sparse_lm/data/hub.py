@@ -97,7 +97,10 @@ class HubText:
     text = row["text"]
     if not isinstance(text, str):
       got = "null" if text is None else type(text).__name__
-      raise UserError(f'{self.name}: column "text" must hold strings, but that of document {document} is {got}')
+      raise UserError(
+        f'{self.name}: column "text" must hold strings, but that of document {document} is {got};'
+        " nothing is left out in silence: write the data set to local files without such rows"
+      )
     return text
 
 

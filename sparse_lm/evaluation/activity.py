@@ -43,8 +43,7 @@ def activity(
   Raises:
     UserError: the text does not fill one context, or the model has no such units.
   """
-  if opened.config.ffn_kind not in ("gated_relu", "relu"):
-    raise UserError(f"model.ffn_kind={opened.config.ffn_kind!r} has no neurons that ReLU can switch off")
+  require_neurons(opened)
   length, vocab_size = opened.config.context_length, opened.config.vocab_size
   inputs_BL = _contexts(opened, texts, length, max_tokens)
   rows = max(1, min(_TOKENS_PER_CALL // length, len(inputs_BL)))
@@ -77,6 +76,12 @@ def activity(
     "fewest": [entry(v) for v in listed[:_LISTED]],
     "most": [entry(v) for v in listed[::-1][:_LISTED]],
   }
+
+
+def require_neurons(opened: OpenedModel) -> None:
+  """Raises UserError for a model whose hidden units are never off."""
+  if opened.config.ffn_kind not in ("gated_relu", "relu"):
+    raise UserError(f"model.ffn_kind={opened.config.ffn_kind!r} has no neurons that ReLU can switch off")
 
 
 def _contexts(opened: OpenedModel, texts: Iterable[str], length: int, max_tokens: int) -> np.ndarray:

@@ -55,12 +55,13 @@ def evaluate(
     report: takes one line.
 
   Returns:
-    {"tasks": {name: {"acc": ..., "acc_norm": ..., "acc_stderr": ..., "samples": ...}}, "mean_acc": over the tasks}.
+    {name of the task: {"acc": ..., "acc_norm": ..., "acc_stderr": ..., "samples": ...}}.
 
   Raises:
     UserError: the harness is not installed, or a task or its data cannot be had.
   """
   try:
+    import datasets
     import lm_eval
     from lm_eval.tasks import TaskManager
   except ImportError as error:
@@ -69,18 +70,23 @@ def evaluate(
     if folder is not None and not folder.is_dir():
       raise UserError(f"there is no folder {folder}; give one with files for the tasks")
   logging.getLogger("lm_eval").setLevel(logging.ERROR)
+  datasets.disable_progress_bars()
   folders = [str(folder) for folder in (FOLDER, definitions, *_folders_of_the_papers_tasks()) if folder is not None]
   manager = TaskManager(include_path=folders, include_defaults=False)
   if not set(tasks) <= set(manager.all_tasks):
     manager = TaskManager(include_path=folders)  # knows thousands more, and takes half a minute to read them
   specs = [_spec(task, data, manager.all_tasks) for task in tasks]
-  try:
-    # Only as members of a group do tasks take what differs from their definition.
-    loaded = manager.load({"group": "asked for", "task": specs})["tasks"]
-  except Exception as error:  # a data set and a task file can fail in any way
-    raise UserError(
-      f"tasks {', '.join(tasks)}: a definition or its data cannot be had ({type(error).__name__}: {first_line(error)})"
-    ) from error
+  loaded: dict[str, Any] = {}
+  for task, spec in zip(tasks, specs):
+    try:
+      # Only as members of a group do tasks take what differs from their definition.
+      loaded |= manager.load({"group": "asked for", "task": [spec]})["tasks"]
+    except Exception as error:  # a data set and a task file can fail in any way
+      where = (
+        "its definition or its data" if isinstance(spec, str) else str(spec["dataset_kwargs"]["data_files"]["test"])
+      )
+      why = first_line(error) if str(error) else "no rows"
+      raise UserError(f"task {task}: {where} cannot be used ({type(error).__name__}: {why})") from error
   results = lm_eval.evaluate(
     language_model(opened, report),
     {"tasks": loaded, "groups": {}, "group_map": {}},
@@ -89,9 +95,13 @@ def evaluate(
     verbosity="ERROR",
   )
   counts = {name: value["effective"] for name, value in results["n-samples"].items()}
-  found = {name: _metrics(values) | {"samples": counts[name]} for name, values in results["results"].items()}
-  with_acc = [task["acc"] for task in found.values() if "acc" in task]
-  return {"tasks": found, "mean_acc": math.fsum(with_acc) / len(with_acc) if with_acc else None}
+  return {name: _metrics(values) | {"samples": counts[name]} for name, values in results["results"].items()}
+
+
+def mean_acc(tasks: Json) -> float | None:
+  """Unweighted mean accuracy over those that have one; None if none has."""
+  found = [task["acc"] for task in tasks.values() if "acc" in task]
+  return math.fsum(found) / len(found) if found else None
 
 
 def _folders_of_the_papers_tasks() -> list[Path]:

@@ -16,7 +16,7 @@ from sparse_lm.config import LmConfig, ParallelConfig, PrecisionConfig
 from sparse_lm.data.tokenizer import read_tokenizer
 from sparse_lm.errors import UserError
 from sparse_lm.hf.read import HfFolder
-from sparse_lm.hf.write import write_folder
+from sparse_lm.hf.write import require_new, write_folder
 from sparse_lm.inference.opening import abstract_parameters, open_model
 from sparse_lm.parallel.mesh import make_mesh
 from sparse_lm.training import checkpoint, recorder
@@ -51,7 +51,8 @@ def import_folder(
   config.training.batch_size = fsdp  # no training; the mesh asks that a batch could be split
   mesh = make_mesh(config)
   with recorder.lock(workdir):
-    if checkpoint.steps(workdir / "checkpoints") or (workdir / "config.json").exists():
+    # What an import that was killed has left is neither, and is done again.
+    if checkpoint.steps(workdir / "checkpoints") or (workdir / "metrics.jsonl").exists():
       raise UserError(f"work folder {workdir} already holds a run; give another --workdir")
     report(f"reading {folder}: {_description(config)}")
     with jax.set_mesh(mesh):
@@ -80,9 +81,11 @@ def export_run(path: Path, folder: Path, *, dtype: str = "float32", report: Repo
     UserError: as `open_model` and `write_folder`.
     SaveError: it could not be written.
   """
+  folder = Path(os.path.expanduser(folder))
+  require_new(folder)  # before minutes go into reading the checkpoint
   opened = open_model(path, dtype=jnp.dtype(jnp.float32), report=report)
   report(f"writing {opened.path} to {folder} in {dtype}")
-  write_folder(Path(os.path.expanduser(folder)), opened.model, opened.config, opened.tokenizer, dtype=dtype)
+  write_folder(folder, opened.model, opened.config, opened.tokenizer, dtype=dtype)
 
 
 def _description(config: LmConfig) -> str:

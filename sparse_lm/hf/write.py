@@ -46,8 +46,7 @@ def write_folder(
   except ImportError as error:
     raise UserError("Hugging Face checkpoints need the package safetensors: pip install -e '.[hf]'") from error
   values = layout.config_to_hf(config, dtype=dtype, eos_id=tokenizer.eos_id)
-  if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-    raise UserError(f"{folder} exists and is not empty; name another folder, nothing is overwritten")
+  require_new(folder)
   parts = _files(model, config, DTYPES[dtype].itemsize, file_bytes)
   temporary = folder.with_name(f".{folder.name}.tmp")
   try:
@@ -75,9 +74,16 @@ def write_folder(
     )
     temporary.replace(folder)
   except OSError as error:
-    raise SaveError(f"{folder} could not be written ({error.strerror}); make room and try again") from None
+    raise SaveError(f"{folder} could not be written ({error.strerror}); nothing is left of it") from None
   finally:
     shutil.rmtree(temporary, ignore_errors=True)
+
+
+def require_new(folder: Path) -> None:
+  """Raises UserError for a folder with something in it, or a file in its place."""
+  if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    what = "is not empty" if folder.is_dir() else "is a file"
+    raise UserError(f"{folder} exists and {what}; name another folder, nothing is overwritten")
 
 
 _Part = tuple[Any, int | None, str]  # our stacked or single leaf, which layer of it, how it is stored

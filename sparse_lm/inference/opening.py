@@ -67,6 +67,11 @@ def open_model(
     config, where = dataclasses.replace(config, vocab_size=source.vocab_size), source.path
     model = _converted(source.model, config, precision, dtype)
   found = source.tokenizer() if tokenizer is None else read_tokenizer(tokenizer, "tokenizer")
+  if isinstance(source, _Run) and tokenizer is None and found.fingerprint != source.tokenizer_fingerprint:
+    raise UserError(
+      f"the tokenizer.json of {path} is not the one that it was trained with (fingerprint {found.fingerprint[:12]},"
+      f" then {source.tokenizer_fingerprint[:12]}); restore it, or give one with --tokenizer"
+    )
   if found.vocab_size > config.vocab_size:
     raise UserError(f"the tokenizer has {found.vocab_size} ids, but {path} has {config.vocab_size} rows; give its own")
   return OpenedModel(config, precision, model, found, where, None if isinstance(source, HfFolder) else source.step)
@@ -98,6 +103,7 @@ class _Run:
   precision: PrecisionConfig
   model: Transformer
   vocab_size: int  # rows that the run's tokenizer can use
+  tokenizer_fingerprint: str
   step: int
   path: Path
 
@@ -135,7 +141,9 @@ def _load(path: Path) -> _Run:
   config = config_io.from_dict(LmConfig, metadata["config"])
   abstract = abstract_parameters(config.model, config.precision, jnp.dtype(jnp.float32))
   model = checkpoint.load(path, {"model": abstract})["model"]
-  return _Run(config.model, config.precision, model, metadata["vocab_size"], metadata["step"], path)
+  return _Run(
+    config.model, config.precision, model, metadata["vocab_size"], metadata["tokenizer"], metadata["step"], path
+  )
 
 
 def _converted(model: Transformer, config: ModelConfig, precision: PrecisionConfig, dtype: jnp.dtype) -> Transformer:

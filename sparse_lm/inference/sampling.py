@@ -23,7 +23,7 @@ class Sampling:
   def __post_init__(self):
     """Raises UserError for values out of range."""
     if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-      raise UserError(f"temperature={self.temperature} must be at least 0")
+      raise UserError(f"temperature={self.temperature} must be at least 0 and finite")
     if self.top_k is not None and self.top_k < 1:
       raise UserError(f"top_k={self.top_k} must be at least 1")
     if self.top_p is not None and not 0 < self.top_p <= 1:

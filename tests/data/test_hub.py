@@ -386,7 +386,7 @@ def test_a_part_that_is_not_there_is_named(config, lines, field, value, message)
   ("columns", "message"),
   [
     ({"body": ["a"], "id": [1]}, r'has no column "text"; its columns: body, id$'),
-    ({"text": [1]}, r'column "text" must hold strings, but that of document 0 is int$'),
+    ({"text": [1]}, r'column "text" must hold strings, but that of document 0 is int; nothing'),
   ],
 )
 def test_rows_that_are_no_documents_are_refused_at_the_start(config, lines, tmp_path, columns, message):
@@ -401,7 +401,7 @@ def test_a_null_is_named_by_its_document(config, open_batches, tmp_path):
   texts = [text_of(number) for number in range(len(LENGTHS))]
   texts[12] = None
   write_files(tmp_path / "hub", texts)
-  with pytest.raises(UserError, match=r'column "text" must hold strings, but that of document 12 is null$'):
+  with pytest.raises(UserError, match=r'column "text" must hold strings, but that of document 12 is null; nothing'):
     take(open_batches(), 9)
 
 

@@ -73,11 +73,10 @@ def test_the_bundled_task_counts_the_questions_whose_answer_is_the_likeliest(mod
   right_norm = [int(np.argmax(np.array(v) / n)) == q["answer"] for v, n, q in zip(values, lengths, TINY)]
   found = harness.evaluate(model, ["tiny_cloze"])
   assert 0 < sum(right) < 12
-  assert found["tasks"]["tiny_cloze"]["acc"] == pytest.approx(np.mean(right))
-  assert found["tasks"]["tiny_cloze"]["acc_norm"] == pytest.approx(np.mean(right_norm))
-  assert found["tasks"]["tiny_cloze"]["samples"] == 12
-  assert found["mean_acc"] == found["tasks"]["tiny_cloze"]["acc"]
-  assert harness.evaluate(model, ["tiny_cloze"], limit=5)["tasks"]["tiny_cloze"]["acc"] == np.mean(right[:5])
+  assert found["tiny_cloze"]["acc"] == pytest.approx(np.mean(right))
+  assert found["tiny_cloze"]["acc_norm"] == pytest.approx(np.mean(right_norm))
+  assert found["tiny_cloze"]["samples"] == 12
+  assert harness.evaluate(model, ["tiny_cloze"], limit=5)["tiny_cloze"]["acc"] == np.mean(right[:5])
 
 
 def test_the_papers_tasks_run_over_local_files_and_score_the_texts_of_the_answers(model, tmp_path, monkeypatch):
@@ -89,12 +88,13 @@ def test_the_papers_tasks_run_over_local_files_and_score_the_texts_of_the_answer
   found = harness.evaluate(model, harness.PAPER_TASKS, data=tmp_path)
   texts = {(model.tokenizer.decode(a[1:]), model.tokenizer.decode(b)) for a, b in asked}
   assert texts == {pair for pairs in SCORED.values() for pair in pairs}
-  assert set(found["tasks"]) == set(harness.PAPER_TASKS)
+  assert set(found) == set(harness.PAPER_TASKS)
   for task, pairs in SCORED.items():
     first, second = (log_probability(model, *pair) for pair in pairs)
-    assert found["tasks"][task]["acc"] == float(second > first)
-    assert found["tasks"][task]["samples"] == 2
-  assert found["mean_acc"] == pytest.approx(np.mean([task["acc"] for task in found["tasks"].values()]))
+    assert found[task]["acc"] == float(second > first)
+    assert found[task]["samples"] == 2
+  assert harness.mean_acc(found) == pytest.approx(np.mean([task["acc"] for task in found.values()]))
+  assert harness.mean_acc({"only": {"exact_match": 1.0}}) is None
 
 
 def test_the_harness_interface_scores_rolls_and_generates(model):
@@ -126,10 +126,11 @@ def test_what_cannot_be_run_is_said_in_one_line(tasks, options, message, model):
     harness.evaluate(model, tasks, **options)
 
 
-def test_damaged_task_data_is_said_in_one_line(model, tmp_path):
-  (tmp_path / "arc_easy.jsonl").write_text("{")
-  with pytest.raises(UserError, match=r"tasks arc_easy: a definition or its data cannot be had") as caught:
-    harness.evaluate(model, ["arc_easy"], data=tmp_path)
+@pytest.mark.parametrize(("content", "why"), [("{", ""), ("", "no rows"), ('{"foo": 1}', "question")])
+def test_damaged_task_data_is_said_in_one_line_with_its_file(content, why, model, tmp_path):
+  (tmp_path / "arc_easy.jsonl").write_text(content)
+  with pytest.raises(UserError, match=rf"task arc_easy: .*arc_easy\.jsonl cannot be used .*{why}") as caught:
+    harness.evaluate(model, ["tiny_cloze", "arc_easy"], data=tmp_path)
   assert "\n" not in str(caught.value)
 
 
@@ -138,36 +139,51 @@ def test_a_task_of_ones_own_is_found(model, tmp_path):
   (tmp_path / "my_cloze.yaml").write_text(definition)
   (tmp_path / "my_cloze.jsonl").write_text(json.dumps(TINY[0]) + "\n")
   found = harness.evaluate(model, ["my_cloze"], data=tmp_path, definitions=tmp_path)
-  assert found["tasks"]["my_cloze"]["samples"] == 1
+  assert found["my_cloze"]["samples"] == 1
 
 
 def test_the_program_writes_all_it_is_asked_for_and_refuses_in_one_line(trained_once, tmp_path):
   (tmp_path / "text.txt").write_text("abc de f " * 300)
-  model, text = f"--model={trained_once}", f"--text={tmp_path / 'text.txt'}"
-  (code, stdout, stderr), *wrong = program.answers(
+  (tmp_path / "other.txt").write_text("x")
+  (tmp_path / "file").write_text("")
+  definition = (harness.FOLDER / "tiny_cloze.yaml").read_text().replace("task: tiny_cloze", "task: my_cloze")
+  (tmp_path / "my_cloze.yaml").write_text(definition)
+  (tmp_path / "my_cloze.jsonl").write_text(json.dumps(TINY[0]) + "\n")
+  model, text, out = f"--model={trained_once}", f"--text={tmp_path / 'text.txt'}", f"--out={tmp_path / 'out'}"
+  mine = ["--tasks=my_cloze", f"--task_files={tmp_path}", f"--task_data={tmp_path}"]
+  (code, stdout, stderr), limited, second, *wrong = program.answers(
     "experiments.eval_lm",
-    [model, text, "--activity", "--min_count=2", "--tasks=tiny_cloze", f"--out={tmp_path / 'out'}"],
+    [model, text, "--activity", "--min_count=2", "--tasks=tiny_cloze", out],
+    [model, "--tasks=tiny_cloze", "--limit=2", out],
+    [model, *mine, out],
     [text],
     [model],
     [model, "--tasks=tiny_cloze", "--activity"],
     [model, text, "--limit=3"],
     [model, "--text=/nowhere/*.txt"],
+    [model, f"--text={tmp_path / 'other.txt'}", out],
+    [model, text, f"--out={tmp_path / 'file'}"],
   )
-  assert code == 0, stderr
+  assert (code, limited[0], second[0]) == (0, 0, 0), (stderr, limited, second)
   found = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "out").glob("*.json")}
-  assert set(found) == {"perplexity", "sparsity", "tasks"}
+  assert set(found) == {"perplexity", "activity", "tasks", "tasks_first_2"}
   assert {entry["step"] for entry in found.values()} == {16}
   assert found["perplexity"]["bytes"] == 2700
   assert f"{found['perplexity']['perplexity_per_byte']:.4f} per byte" in stdout
-  assert len(found["sparsity"]["l0_by_position"]) == 16
-  assert found["tasks"]["tasks"]["tiny_cloze"]["samples"] == 12
+  assert len(found["activity"]["l0_by_position"]) == 16
+  samples = {name: task["samples"] for name, task in found["tasks"]["tasks"].items()}
+  assert samples == {"tiny_cloze": 12, "my_cloze": 1}  # one call after the other
+  assert found["tasks"]["mean_acc"] == pytest.approx(np.mean([t["acc"] for t in found["tasks"]["tasks"].values()]))
+  assert found["tasks_first_2"]["tasks"]["tiny_cloze"]["samples"] == 2
   said = [
     "--model is missing",
     "there is nothing to do; give --text=FILES, --tasks=NAMES",
     "--activity counts on text; give --text=FILES",
     "--limit has no effect without --tasks",
-    "data.path='/nowhere/*.txt': the pattern matches no file",
+    "--text='/nowhere/*.txt': the pattern matches no file",
+    f"perplexity.json holds results of text='{tmp_path / 'text.txt'}', not '{tmp_path / 'other.txt'}'",
+    f"{tmp_path / 'file'} cannot be written; give another --out=FOLDER",
   ]
   for (code, _, stderr), message in zip(wrong, said, strict=True):
-    assert code == 2, stderr
-    assert message in stderr.splitlines()[-1]
+    assert (code, stderr.count("\n")) == (2, 1), stderr
+    assert message in stderr

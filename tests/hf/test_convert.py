@@ -1,5 +1,6 @@
 """Checkpoints of transformers in, ours out, and the same logits at every position on both sides."""
 
+import hashlib
 import io
 import json
 import shutil
@@ -149,9 +150,12 @@ def write_run(workdir, config, tokenizer_json, *, vocab_size):
   """A run's folder with random parameters, as training leaves it."""
   model = jax.jit(lambda: Transformer(config, PrecisionConfig("fp32"), rngs=nnx.Rngs(0)))()
   saver = checkpoint.Saver(workdir / "checkpoints", 1)
+  fingerprint = hashlib.sha256(tokenizer_json.read_bytes()).hexdigest()
   values = {"model": {**vars(config)}, "precision": {"recipe": "fp32"}}
   saver.save(
-    7, {"model": model}, {"config": values, "tokenizer": "x", "dataset": "y", "step": 7, "vocab_size": vocab_size}
+    7,
+    {"model": model},
+    {"config": values, "tokenizer": fingerprint, "dataset": "y", "step": 7, "vocab_size": vocab_size},
   )
   saver.wait()
   shutil.copy(tokenizer_json, workdir / "tokenizer.json")
@@ -278,8 +282,18 @@ def test_nothing_is_overwritten(tmp_path, tokenizer_json):
   convert.import_folder(folder, tmp_path / "run", report=lambda line: None)
   with pytest.raises(UserError, match=r"already holds a run; give another --workdir"):
     convert.import_folder(folder, tmp_path / "run", report=lambda line: None)
-  with pytest.raises(UserError, match=r"exists and is not empty"):
-    convert.export_run(tmp_path / "run", folder, report=lambda line: None)
+  (tmp_path / "file").write_text("")
+  for target, why in ((folder, "is not empty"), (tmp_path / "file", "is a file")):
+    with pytest.raises(UserError, match=rf"exists and {why}"):
+      convert.export_run(tmp_path / "run", target, report=lambda line: None)
+
+
+def test_an_import_that_was_killed_is_done_again(tmp_path, tokenizer_json):
+  folder = save(make_model(), tmp_path / "hf", tokenizer_json)
+  path = convert.import_folder(folder, tmp_path / "run", report=lambda line: None)
+  shutil.rmtree(path)  # killed after config.json, before its checkpoint was whole
+  assert convert.import_folder(folder, tmp_path / "run", report=lambda line: None) == path
+  assert inference.open_model(tmp_path / "run").step == 0
 
 
 def test_the_program_converts_both_ways_and_refuses_in_one_line(tmp_path, tokenizer_json):

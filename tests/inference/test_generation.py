@@ -1,6 +1,9 @@
 """What is generated, streamed, stopped and refused."""
 
 import json
+import shutil
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +12,7 @@ import program
 import pytest
 
 from sparse_lm.errors import UserError
+from sparse_lm.inference import open_model
 from sparse_lm.inference.generation import Generator
 from sparse_lm.inference.sampling import Sampling
 
@@ -108,7 +112,8 @@ def test_a_prompt_that_leaves_room_for_one_token_gets_one(generator):
 
 
 def test_the_program_streams_texts_in_order_and_writes_them_and_refuses_in_one_line(trained_once, tmp_path):
-  (tmp_path / "prompts.txt").write_text("abc de\nb\n")
+  (tmp_path / "prompts.txt").write_text("abc\u2028de\r\n\nb\n", newline="")
+  (tmp_path / "latin.txt").write_bytes(b"\xff\xfe")
   model, out = f"--model={trained_once}", f"--output={tmp_path / 'out.jsonl'}"
   good = [model, "--prompt=first one", f"--prompts={tmp_path / 'prompts.txt'}", "--max_tokens=4", out, "--batch_size=2"]
   (code, stdout, stderr), again, *wrong = program.answers(
@@ -119,6 +124,9 @@ def test_the_program_streams_texts_in_order_and_writes_them_and_refuses_in_one_l
     [model],
     [model, "x"],
     [model, f"--prompts={tmp_path / 'nowhere'}"],
+    [model, f"--prompts={tmp_path / 'latin.txt'}"],
+    [model, "--prompt=\udcff"],
+    [model, "--prompt=x", f"--output={tmp_path / 'no' / 'out.jsonl'}"],
     [model, "--prompt=x", "--temperature=0", "--top_k=3"],
     [model, "--prompt=x", "--top_p=2"],
     [model, "--prompt=" + "x" * 99],
@@ -127,7 +135,7 @@ def test_the_program_streams_texts_in_order_and_writes_them_and_refuses_in_one_l
   )
   assert code == 0, stderr
   entries = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-  assert [entry["prompt"] for entry in entries] == ["first one", "abc de", "b"]
+  assert [entry["prompt"] for entry in entries] == ["first one", "abc\u2028de", "b"]
   assert stdout == "".join(entry["prompt"] + entry["text"] + "\n" for entry in entries)
   assert stderr.count("tokens, max_tokens]") + stderr.count("tokens, end of text]") == 3
   said = [
@@ -136,6 +144,9 @@ def test_the_program_streams_texts_in_order_and_writes_them_and_refuses_in_one_l
     "there is no prompt; give --prompt",
     "'x' is not a flag",
     "nowhere cannot be read",
+    "latin.txt cannot be read ('utf-8' codec can't decode byte 0xff",
+    "prompt 1 is no UTF-8 text",
+    "out.jsonl cannot be written (No such file or directory)",
     "top_k=3 and top_p=None have no effect at temperature=0",
     "top_p=2.0 must lie in (0, 1]",
     "prompt 1 has 100 tokens",
@@ -145,3 +156,23 @@ def test_the_program_streams_texts_in_order_and_writes_them_and_refuses_in_one_l
   for (code, _, stderr), message in zip([again, *wrong], said, strict=True):
     assert (code, stderr.count("\n")) == (2, 1), stderr
     assert message in stderr
+
+
+def test_a_reader_that_has_left_ends_the_program_without_a_word(trained_once):
+  command = [sys.executable, "-m", "experiments.generate", f"--model={trained_once}", "--prompt=x", "--max_tokens=9"]
+  process = subprocess.Popen(command, cwd=program.REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+  process.stdout.close()
+  _, err = process.communicate()
+  assert (process.returncode, "Error" in err) == (141, False), err
+
+
+def test_a_tokenizer_that_is_not_the_models_is_refused_unless_it_is_asked_for(finished_copy, tokenizer_json):
+  shutil.copy(tokenizer_json, finished_copy / "tokenizer.json")
+  with pytest.raises(UserError, match=r"is not the one that it was trained with .*; restore it, or give one with"):
+    open_model(finished_copy)
+  assert open_model(finished_copy, tokenizer=str(tokenizer_json)).tokenizer.vocab_size == 275
+
+
+@pytest.fixture
+def finished_copy(trained_once, tmp_path):
+  return shutil.copytree(trained_once, tmp_path / "copy")
