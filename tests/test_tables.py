@@ -267,6 +267,23 @@ def test_a_run_that_cannot_give_the_number_says_why(last, tasks, source, ours, s
     assert line.gap == "-"
 
 
+def test_a_mean_is_the_papers_only_over_its_seven_tasks(tmp_path):
+  seven = ("hellaswag", "commonsense_qa_cloze", "piqa", "winogrande", "arc_easy", "arc_challenge", "openbookqa")
+  for name, tasks in {"all": seven, "fewer": seven[1:], "more": (*seven, "toy"), "other": ("toy",)}.items():
+    scores = {"step": 30_000, "tasks": {task: {"acc": 0.5} for task in tasks}, "mean_acc": 0.5}
+    write_run(tmp_path / name / "one", last=END, tasks=scores)
+  of = lambda name: line_of(TaskScore(path="mean_acc"), tmp_path, runs=tmp_path / name)
+  assert (of("all").ours, of("all").status) == ("50.0", "measured")
+  for name, why in (
+    ("fewer", "missing: hellaswag; others: none"),
+    ("more", "missing: none; others: toy"),
+    ("other", ""),
+  ):
+    assert (of(name).ours, of(name).gap) == ("-", "-")
+    assert of(name).status.startswith("not evaluated: the mean is not that of the 7 tasks (")
+    assert why in of(name).status
+
+
 def test_a_folder_that_only_looks_like_a_run_is_refused_by_name(tmp_path):
   (tmp_path / "one").mkdir()
   with pytest.raises(UserError, match="one holds no run"):
