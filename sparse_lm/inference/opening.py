@@ -138,6 +138,10 @@ def _checkpoints(path: Path) -> Iterator[Path]:
 
 def _load(path: Path) -> _Run:
   metadata: dict[str, Any] = checkpoint.read_metadata(path)
+  if "vocab_size" not in metadata:
+    raise UserError(
+      f"checkpoint {path} is of a version that did not say which rows of the vocabulary are real; train again"
+    )
   config = config_io.from_dict(LmConfig, metadata["config"])
   abstract = abstract_parameters(config.model, config.precision, jnp.dtype(jnp.float32))
   model = checkpoint.load(path, {"model": abstract})["model"]

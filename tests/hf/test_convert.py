@@ -147,16 +147,13 @@ def test_a_checkpoint_in_several_files_is_read_into_shares_of_eight_devices_and_
 
 
 def write_run(workdir, config, tokenizer_json, *, vocab_size):
-  """A run's folder with random parameters, as training leaves it."""
+  """A run's folder with random parameters, as training leaves it; vocab_size None: as it left it once."""
   model = jax.jit(lambda: Transformer(config, PrecisionConfig("fp32"), rngs=nnx.Rngs(0)))()
   saver = checkpoint.Saver(workdir / "checkpoints", 1)
   fingerprint = hashlib.sha256(tokenizer_json.read_bytes()).hexdigest()
   values = {"model": {**vars(config)}, "precision": {"recipe": "fp32"}}
-  saver.save(
-    7,
-    {"model": model},
-    {"config": values, "tokenizer": fingerprint, "dataset": "y", "step": 7, "vocab_size": vocab_size},
-  )
+  metadata = {"config": values, "tokenizer": fingerprint, "dataset": "y", "step": 7}
+  saver.save(7, {"model": model}, metadata | ({} if vocab_size is None else {"vocab_size": vocab_size}))
   saver.wait()
   shutil.copy(tokenizer_json, workdir / "tokenizer.json")
   return model
@@ -275,6 +272,13 @@ def test_a_model_without_neurons_and_weights_beyond_float16_are_not_exported(tmp
   with pytest.raises(UserError, match=r"weights beyond the range of float16; give --dtype=bfloat16"):
     convert.export_run(tmp_path / "big", tmp_path / "out", dtype="float16", report=lambda line: None)
   assert [*tmp_path.glob("*out*")] == []
+
+
+def test_a_checkpoint_of_before_is_refused_in_one_line(tmp_path, tokenizer_json):
+  shape = {"vocab_size": 275, "context_length": 8, "num_layers": 1, "model_width": 8, "num_heads": 1, "ffn_width": 8}
+  write_run(tmp_path / "run", ModelConfig(**shape), tokenizer_json, vocab_size=None)
+  with pytest.raises(UserError, match=r"checkpoints/7 is of a version that did not say which rows"):
+    inference.open_model(tmp_path / "run")
 
 
 def test_nothing_is_overwritten(tmp_path, tokenizer_json):
