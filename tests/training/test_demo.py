@@ -26,6 +26,7 @@ def demo(tmp_path, corpus):
   return run
 
 
+@pytest.mark.slow
 def test_the_demo_reports_four_models_with_plots_and_does_not_train_twice(demo, tmp_path):
   first = demo()
   assert first.returncode == 0, first.stderr
