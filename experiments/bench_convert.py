@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from absl import flags
 
 from pallas_kernels import bench
 from sparse_lm import flags as config_flags
+from sparse_lm.benchmark import record_cases
 from sparse_lm.config import LmConfig
 from sparse_lm.errors import UserError
 
@@ -36,17 +38,15 @@ def main(argv: list[str]) -> None:
     raise UserError(f"{argv[1]!r} is not a flag; write --name=value")
   if not _RECORD.value:
     raise UserError("--record is missing; name a new folder, such as --record=runs/bench_convert")
-  try:
-    record = bench.Record(_RECORD.value, {name: flags.FLAGS[name].value for name in ("model", "file_gb")})
-  except FileExistsError as error:
-    raise UserError(str(error)) from None
+  asked = {name: flags.FLAGS[name].value for name in ("model", "file_gb")}
+  record_cases(_RECORD.value, asked, _cases(), table)
+
+
+def _cases() -> Iterator[Json]:
   config = config_flags.load_config(f"configs/lm/{_MODEL.value}.py", LmConfig)
   for size in _FILE_GB.value:
     with tempfile.TemporaryDirectory(dir=_SCRATCH.value) as folder:
-      record.add(_import(config, Path(folder), int(float(size) * 1e9)))
-  text = table(bench.load_cases(record.folder))
-  (record.folder / "table.md").write_text(text)
-  print(text)
+      yield _import(config, Path(folder), int(float(size) * 1e9))
 
 
 def _import(config: LmConfig, folder: Path, file_bytes: int) -> Json:

@@ -6,7 +6,6 @@ costs beside the bare jitted step, on `configs/lm/small.py`. Both write a record
 """
 
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from flax import nnx
 from pallas_kernels import bench
 from sparse_lm import data
 from sparse_lm import flags as config_flags
+from sparse_lm.benchmark import record_cases
 from sparse_lm.config import LmConfig, PrecisionConfig
 from sparse_lm.errors import UserError
 from sparse_lm.inference import OpenedModel
@@ -53,17 +53,8 @@ def main(argv: list[str]) -> None:
   if _WHAT.value is None or _RECORD.value is None:
     raise UserError("--what=decode|loop and --record=FOLDER are needed; for example --what=loop --record=runs/bench")
   names = ("what", "models", "batch", "prompt", "slots", "tokens", "repeats")
-  try:
-    record = bench.Record(_RECORD.value, {name: flags.FLAGS[name].value for name in names})
-  except FileExistsError as error:
-    raise UserError(str(error)) from None
   cases, table = (decode_cases, decode_table) if _WHAT.value == "decode" else (loop_cases, loop_table)
-  for case in cases():
-    print(case, file=sys.stderr, flush=True)
-    record.add(case)
-  text = table(bench.load_cases(record.folder))
-  (record.folder / "table.md").write_text(text)
-  print(text)
+  record_cases(_RECORD.value, {name: flags.FLAGS[name].value for name in names}, cases(), table)
 
 
 def decode_cases():

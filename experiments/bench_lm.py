@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import bench
 from sparse_lm import config_io, data
 from sparse_lm import flags as config_flags
+from sparse_lm.benchmark import record_cases
 from sparse_lm.config import LmConfig
 from sparse_lm.errors import UserError, first_line
 from sparse_lm.parallel.mesh import make_mesh
@@ -65,17 +66,8 @@ def main(argv: list[str]) -> None:
     )
   asked = {name: flags.FLAGS[name].value for name in ("what", "models", "remat", "forward_batch", "train_batch")}
   asked |= {name: flags.FLAGS[name].value for name in ("calls", "repeats", "steps")}
-  try:
-    record = bench.Record(_RECORD.value, asked)
-  except FileExistsError as error:
-    raise UserError(str(error)) from None
   cases, table = (dense_cases, dense_table) if _WHAT.value == "dense" else (loop_cases, loop_table)
-  for case in cases():
-    print(case, file=sys.stderr, flush=True)
-    record.add(case)
-  text = table(bench.load_cases(record.folder))
-  (record.folder / "table.md").write_text(text)
-  print(text)
+  record_cases(_RECORD.value, asked, cases(), table)
 
 
 def dense_cases():

@@ -59,6 +59,11 @@ class Tokenizer:
     marked: list[int] = self._tokenizer.encode("a", add_special_tokens=True).ids
     return marked[: marked.index(plain[0])] or [self.eos_id]
 
+  def require_rows(self, rows: int, where: Path) -> None:
+    """Raises UserError if a model, `where`, has fewer rows in its vocabulary than there are ids."""
+    if self.vocab_size > rows:
+      raise UserError(f"the tokenizer has {self.vocab_size} ids, but {where} has {rows} rows; give its own")
+
   def encode(self, text: str) -> list[int]:
     """Ids of `text`, without end of text."""
     ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids

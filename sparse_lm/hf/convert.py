@@ -13,7 +13,6 @@ import jax.numpy as jnp
 
 from sparse_lm import config_io
 from sparse_lm.config import LmConfig, ParallelConfig, PrecisionConfig
-from sparse_lm.data.tokenizer import read_tokenizer
 from sparse_lm.errors import UserError
 from sparse_lm.hf.read import HfFolder
 from sparse_lm.hf.write import require_new, write_folder
@@ -42,11 +41,7 @@ def import_folder(
   """
   folder, workdir = Path(os.path.expanduser(folder)), Path(os.path.expanduser(workdir))
   source = HfFolder(folder)
-  found = source.tokenizer() if tokenizer is None else read_tokenizer(tokenizer, "tokenizer")
-  if found.vocab_size > source.config.vocab_size:
-    raise UserError(
-      f"the tokenizer has {found.vocab_size} ids, but {folder} has {source.config.vocab_size} rows; give its own"
-    )
+  found = source.tokenizer(tokenizer)
   config = LmConfig(model=source.config, precision=source.precision, parallel=ParallelConfig(data=1, fsdp=fsdp))
   config.training.batch_size = fsdp  # no training; the mesh asks that a batch could be split
   mesh = make_mesh(config)

@@ -51,9 +51,11 @@ class HfFolder:
     sixteen_bits = any(dtype in ("BF16", "F16") for _, dtype in self._shapes.values())
     self.precision = PrecisionConfig("bf16" if sixteen_bits else "fp32")
 
-  def tokenizer(self) -> Tokenizer:
-    """The tokenizer.json beside the weights; raises UserError if there is none."""
-    return read_tokenizer(str(self.folder / "tokenizer.json"), "tokenizer")
+  def tokenizer(self, given: str | None = None) -> Tokenizer:
+    """The one of a given tokenizer.json, else of that beside the weights; raises UserError if it does not fit them."""
+    found = read_tokenizer(given or str(self.folder / "tokenizer.json"), "tokenizer")
+    found.require_rows(self.config.vocab_size, self.folder)
+    return found
 
   def load(self, abstract: Transformer) -> Transformer:
     """Reads the parameters.

@@ -61,19 +61,12 @@ def open_model(
   dtype = RECIPES[precision.recipe].compute_dtype if dtype is None else dtype
   # What was chosen for the memory and the device of training.
   config, where = dataclasses.replace(source.config, remat="none", attention_implementation="auto"), path
+  found = source.tokenizer(tokenizer)
   if isinstance(source, HfFolder):
     model = source.load(abstract_parameters(config, precision, dtype))
   else:
     config, where = dataclasses.replace(config, vocab_size=source.vocab_size), source.path
     model = _converted(source.model, config, precision, dtype)
-  found = source.tokenizer() if tokenizer is None else read_tokenizer(tokenizer, "tokenizer")
-  if isinstance(source, _Run) and tokenizer is None and found.fingerprint != source.tokenizer_fingerprint:
-    raise UserError(
-      f"the tokenizer.json of {path} is not the one that it was trained with (fingerprint {found.fingerprint[:12]},"
-      f" then {source.tokenizer_fingerprint[:12]}); restore it, or give one with --tokenizer"
-    )
-  if found.vocab_size > config.vocab_size:
-    raise UserError(f"the tokenizer has {found.vocab_size} ids, but {path} has {config.vocab_size} rows; give its own")
   return OpenedModel(config, precision, model, found, where, None if isinstance(source, HfFolder) else source.step)
 
 
@@ -107,8 +100,15 @@ class _Run:
   step: int
   path: Path
 
-  def tokenizer(self) -> Tokenizer:
-    return read_tokenizer(str(self.path.parents[1] / "tokenizer.json"), "tokenizer")
+  def tokenizer(self, given: str | None) -> Tokenizer:
+    found = read_tokenizer(given or str(self.path.parents[1] / "tokenizer.json"), "tokenizer")
+    if given is None and found.fingerprint != self.tokenizer_fingerprint:
+      raise UserError(
+        f"the tokenizer.json of {self.path} is not the one that it was trained with (fingerprint"
+        f" {found.fingerprint[:12]}, then {self.tokenizer_fingerprint[:12]}); restore it, or give one with --tokenizer"
+      )
+    found.require_rows(self.vocab_size, self.path)
+    return found
 
 
 def _newest_whole(path: Path, report: Callable[[str], None]) -> _Run:

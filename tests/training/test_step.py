@@ -1,12 +1,11 @@
 """The training step against float64: its gradient, its optimiser, its layout, and what it says of a bad step."""
 
 import dataclasses
-import importlib.util
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
@@ -18,10 +17,6 @@ from sparse_lm.models.transformer import Transformer
 from sparse_lm.parallel.mesh import make_mesh
 from sparse_lm.parallel.sharding import RULES
 from sparse_lm.training import losses, state
-
-_SPEC = importlib.util.spec_from_file_location("decoder_oracle", Path(__file__).parents[1] / "oracle.py")
-oracle = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(oracle)
 
 MODEL = ModelConfig(
   vocab_size=32,
