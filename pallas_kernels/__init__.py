@@ -2,3 +2,4 @@
 
 from pallas_kernels import embedding as embedding
 from pallas_kernels import sharding as sharding
+from pallas_kernels import twell as twell
