@@ -179,7 +179,9 @@ def _feedforward(options: _Options, x_MD, w_gate_FD, w_up_FD, w_down_FD, density
   """Returns (y_MD, sums, i32[] route). The dispatch lies inside: autodiff sees neither its branches nor the kernels."""
   weights = w_gate_FD, w_up_FD, w_down_FD
   if options.implementation == "reference" or options.route == "dense":
-    y_MD, sums = reference.feedforward(x_MD, *weights, spec=options.spec, hot=options.hot, with_active=options.with_active)
+    y_MD, sums = reference.feedforward(
+      x_MD, *weights, spec=options.spec, hot=options.hot, with_active=options.with_active
+    )
     return y_MD, sums, jnp.int32(DENSE)
   return _kernels().feedforward(
     x_MD,

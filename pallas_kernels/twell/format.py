@@ -21,6 +21,7 @@ import numpy as np
 
 MAX_COLUMNS = 1 << 16  # a column is 16 bits of a word
 _GROUP = 8  # columns that four lanes share, two each
+_BFLOAT16 = np.dtype(jnp.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,7 @@ class Spec:
 
   tile: int = 256  # columns
   compression: int = 8  # columns a word; more means smaller arrays and earlier overflow
-  value_dtype: np.dtype = np.dtype(jnp.bfloat16)
+  value_dtype: np.dtype = _BFLOAT16
 
   def __post_init__(self):
     object.__setattr__(self, "value_dtype", np.dtype(self.value_dtype))
