@@ -1,18 +1,21 @@
-"""Speed of language-model training: `python -m experiments.bench_lm --what=dense` on a GPU, `--what=loop` anywhere.
+"""Speed of language models: `python -m experiments.bench_lm --what=dense` or `sparse` on a GPU, `loop` anywhere.
 
 dense: forward (backbone, no head), forward + backward, and the whole AdamW step of the paper's shapes, through the
-model code that training uses; float32 master weights, random tokens. loop: what the training loop costs beside the bare
-jitted step on the demo config, and the time to the first step. Both write a record and print it as a table.
+model code that training uses; float32 master weights, random tokens. sparse: the forward pass with dense and with TwELL
+feed-forward blocks, of the same random weights with --non_zeros of their neurons firing, and by how much the results
+differ. loop: what the training loop costs beside the bare jitted step on the demo config, and the time to the first
+step. Each writes a record and prints it as a table.
 """
 
 import functools
 import io
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +30,13 @@ from pallas_kernels import bench
 from sparse_lm import config_io, data
 from sparse_lm import flags as config_flags
 from sparse_lm.benchmark import record_cases
-from sparse_lm.config import LmConfig
+from sparse_lm.config import FFN_IMPLEMENTATIONS, LmConfig, ModelConfig
 from sparse_lm.errors import UserError, first_line
+from sparse_lm.models.sparsified import sparsified
+from sparse_lm.models.transformer import Transformer
 from sparse_lm.parallel.mesh import make_mesh
 from sparse_lm.parallel.sharding import RULES
+from sparse_lm.tables import sparse_table
 from sparse_lm.training import mfu, recorder
 from sparse_lm.training.energy import energy_counter
 from sparse_lm.training.loop import train
@@ -38,20 +44,22 @@ from sparse_lm.training.losses import objective, totals
 from sparse_lm.training.progress import Progress
 from sparse_lm.training.state import COMPILER_OPTIONS, make_init, make_train_step
 
-_WHAT = flags.DEFINE_enum("what", None, ["dense", "loop"], "what to measure")
+_WHAT = flags.DEFINE_enum("what", None, ["dense", "sparse", "loop"], "what to measure")
 _RECORD = flags.DEFINE_string("record", None, "new folder for config.json, env.json, metrics.jsonl, table.md")
 _MODELS = flags.DEFINE_list(
-  "models", ["paper_0_5b", "paper_1b", "paper_1_5b", "paper_2b"], "dense: files of configs/lm"
+  "models", ["paper_0_5b", "paper_1b", "paper_1_5b", "paper_2b"], "dense, sparse: files of configs/lm"
 )
 _REMAT = flags.DEFINE_list("remat", ["dots_and_attention"], "dense: rematerialisation policies of the training cases")
 _count = functools.partial(flags.DEFINE_integer, lower_bound=1)
-_FORWARD_BATCH = _count("forward_batch", 64, "dense: sequences of the forward pass")
+_FORWARD_BATCH = _count("forward_batch", 64, "dense, sparse: sequences of the forward pass")
 _TRAIN_BATCH = flags.DEFINE_list("train_batch", ["8"], "dense: sequences of a training step, one case each")
-_CALLS = _count("calls", 5, "dense: calls in a queue; a time is that of a queue divided by its calls")
-_REPEATS = _count("repeats", 5, "dense: queues, of which the median counts; loop: pairs of runs")
+_NON_ZEROS = flags.DEFINE_list("non_zeros", ["29"], "sparse: means over tokens of the neurons that fire in a layer")
+_CALLS = _count("calls", 5, "dense, sparse: calls in a queue; a time is that of a queue divided by its calls")
+_REPEATS = _count("repeats", 5, "dense, sparse: queues, of which the median counts; loop: pairs of runs")
 _STEPS = flags.DEFINE_integer("steps", 100, "loop: steps of a run", lower_bound=40)  # two log entries past the warm-up
 
 Json = dict[str, Any]
+_CALIBRATION = 4  # sequences on which the number of non-zeros is met
 
 
 def main(argv: list[str]) -> None:
@@ -60,28 +68,31 @@ def main(argv: list[str]) -> None:
     raise UserError(f"{argv[1]!r} is not a flag; write --name=value")
   if bad := [size for size in _TRAIN_BATCH.value if not size.isdigit() or int(size) == 0]:
     raise UserError(f"--train_batch={bad[0]!r} must be positive integers, separated by commas")
+  if bad := [x for x in _NON_ZEROS.value if not re.fullmatch(r"\d*\.?\d+", x) or float(x) == 0]:
+    raise UserError(f"--non_zeros={bad[0]!r} must be positive numbers, separated by commas")
   if _WHAT.value is None or _RECORD.value is None:
     raise UserError(
-      "--what=dense|loop and --record=FOLDER are needed; for example --what=loop --record=runs/bench_loop"
+      "--what=dense|sparse|loop and --record=FOLDER are needed; for example --what=loop --record=runs/bench_loop"
     )
   asked = {name: flags.FLAGS[name].value for name in ("what", "models", "remat", "forward_batch", "train_batch")}
-  asked |= {name: flags.FLAGS[name].value for name in ("calls", "repeats", "steps")}
-  cases, table = (dense_cases, dense_table) if _WHAT.value == "dense" else (loop_cases, loop_table)
+  asked |= {name: flags.FLAGS[name].value for name in ("non_zeros", "calls", "repeats", "steps")}
+  cases, table = {
+    "dense": (dense_cases, dense_table),
+    "sparse": (sparse_cases, sparse_table),
+    "loop": (loop_cases, loop_table),
+  }[_WHAT.value]
   record_cases(_RECORD.value, asked, cases(), table)
 
 
 def dense_cases():
   """Yields all measurements; a case that does not fit into memory says so instead of a time."""
   for name in _MODELS.value:
-    base = config_flags.load_config(f"configs/lm/{name}.py", LmConfig)
     cases = [("forward", _FORWARD_BATCH.value, "none")]
     for remat in _REMAT.value:
       for sequences in map(int, _TRAIN_BATCH.value):
         cases += [("forward + backward", sequences, remat), ("AdamW step", sequences, remat)]
     for what, sequences, remat in cases:
-      changes = {"model.remat": remat, "training.batch_size": sequences, "training.accumulation_steps": 1}
-      config = config_io.overlay(base, changes | {"sparsity.l1_coefficient": 0.0, "parallel.data": 1})
-      config.model.validate()
+      config = _config(name, sequences, remat)
       case: Json = {"model": name, "what": what, "sequences": sequences, "remat": remat}
       mesh = make_mesh(config)
       with jax.set_mesh(mesh):
@@ -91,6 +102,14 @@ def dense_cases():
           case["error"] = first_line(error)
       jax.clear_caches()
       yield case
+
+
+def _config(name: str, sequences: int, remat: str) -> LmConfig:
+  changes = {"model.remat": remat, "training.batch_size": sequences, "training.accumulation_steps": 1}
+  base = config_flags.load_config(f"configs/lm/{name}.py", LmConfig)
+  config = config_io.overlay(base, changes | {"sparsity.l1_coefficient": 0.0, "parallel.data": 1})
+  config.model.validate()
+  return config
 
 
 def _time_dense(what: str, config: LmConfig, mesh: Mesh) -> Json:
@@ -111,6 +130,10 @@ def _time_dense(what: str, config: LmConfig, mesh: Mesh) -> Json:
     jitted = jax.jit(forward if what == "forward" else gradient, compiler_options=COMPILER_OPTIONS)
     compiled = jitted.lower(model, micro).compile()
     timing = _time(lambda _: compiled(model, micro), None)
+  return _with_rates(timing, what, config, compiled)
+
+
+def _with_rates(timing: Json, what: str, config: LmConfig, compiled) -> Json:
   tokens = config.training.batch_size * config.model.context_length
   flops = mfu.forward_flops_per_token(config.model, with_head=what != "forward") * (1 if what == "forward" else 3)
   peak = mfu.peak_flops(jax.devices()[:1])
@@ -183,6 +206,67 @@ def dense_table(cases: list[Json]) -> str:
     row.append("-" if c["millijoules_per_token"] is None else f"{c['millijoules_per_token']:.2f}")
     rows.append([*row, f"{1e3 * c['seconds']:.1f} ({1e3 * c['seconds_min']:.1f} to {1e3 * c['seconds_max']:.1f})"])
   return bench.markdown_table(header, rows)
+
+
+def sparse_cases():
+  """Yields the forward pass of models, with dense blocks and with twell's, on the same weights and tokens."""
+  for name in _MODELS.value:
+    config = _config(name, _FORWARD_BATCH.value, "none")
+    for non_zeros in map(float, _NON_ZEROS.value):
+      _require_neurons(name, config.model, non_zeros)
+      case = {"model": name, "what": "forward", "sequences": _FORWARD_BATCH.value, "non_zeros": non_zeros}
+      mesh = make_mesh(config)
+      with jax.set_mesh(mesh):
+        tokens_BL = _random_batch(config, mesh)["inputs_BL"][0]
+        model = _sparsified_model(config, tokens_BL, non_zeros)
+        for result in _dense_and_twell(config, model, tokens_BL):
+          yield case | result
+      jax.clear_caches()
+
+
+def _require_neurons(name: str, model: ModelConfig, non_zeros: float) -> None:
+  if model.ffn_kind not in ("gated_relu", "relu"):
+    raise UserError(f"--models={name}: model.ffn_kind={model.ffn_kind!r} has no neurons that ReLU can switch off")
+  if non_zeros >= model.ffn_width:
+    raise UserError(f"--non_zeros={non_zeros:g} must be less than the {model.ffn_width} neurons of {name}")
+
+
+def _sparsified_model(config: LmConfig, tokens_BL: jax.Array, non_zeros: float) -> Transformer:
+  sparsify = jax.jit(lambda model, tokens_BL: sparsified(model, config.model, tokens_BL, non_zeros), donate_argnums=0)
+  return sparsify(make_init(config)().model, tokens_BL[:_CALIBRATION])
+
+
+def _dense_and_twell(config: LmConfig, model: Transformer, tokens_BL: jax.Array) -> Iterator[Json]:
+  states = {}
+  for ffn in FFN_IMPLEMENTATIONS:
+    model.blocks.feedforward.implementation = ffn
+    try:
+      times, x_BLD = _time_sparse(config, model, tokens_BL)
+    except jax.errors.JaxRuntimeError as error:
+      yield {"ffn": ffn, "error": first_line(error)}
+      continue
+    states[ffn] = x_BLD
+    compared = ffn != "dense" and "dense" in states
+    yield {"ffn": ffn} | times | {"relative_error": float(_distance(x_BLD, states["dense"])) if compared else None}
+
+
+def _time_sparse(config: LmConfig, model: Transformer, tokens_BL: jax.Array) -> tuple[Json, jax.Array]:
+  """Times, non-zeros a token (mean over layers), and the hidden states."""
+  jit = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
+  # Statistics apart: dense blocks would have to compute them.
+  compiled = jit(lambda model, tokens_BL: model(tokens_BL)[0]).lower(model, tokens_BL).compile()
+  timing = _time(lambda _: compiled(model, tokens_BL), None)
+  x_BLD, stats = jit(lambda model, tokens_BL: model(tokens_BL))(model, tokens_BL)
+  case = _with_rates(timing, "forward", config, compiled) | {"l0": float(jnp.mean(stats.l0)) / tokens_BL.size}
+  if model.blocks.feedforward.implementation == "twell":
+    case["mfu"] = None  # it is there to do fewer operations
+  return case, x_BLD
+
+
+@jax.jit
+def _distance(x_BLD: jax.Array, wanted_BLD: jax.Array) -> jax.Array:
+  x_BLD, wanted_BLD = x_BLD.astype(jnp.float32), wanted_BLD.astype(jnp.float32)
+  return jnp.linalg.norm(x_BLD - wanted_BLD) / jnp.linalg.norm(wanted_BLD)
 
 
 def loop_cases():

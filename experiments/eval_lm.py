@@ -30,6 +30,9 @@ _LIMIT = flags.DEFINE_integer("limit", None, "first documents of each task", low
 _OUT = flags.DEFINE_string("out", None, "folder for the results; default: `evaluation` in the run's folder")
 _TOKENIZER = flags.DEFINE_string("tokenizer", None, "a tokenizer.json, if there is none beside the model")
 _RECIPE = flags.DEFINE_enum("recipe", None, ["bf16", "fp32"], "number formats of compute; default: the model's")
+_FFN_IMPLEMENTATION = flags.DEFINE_enum(
+  "ffn_implementation", None, ["dense", "twell"], "feed-forward of sparse models; default: the model's"
+)
 
 
 def main(argv: list[str]) -> None:
@@ -54,11 +57,18 @@ def main(argv: list[str]) -> None:
     raise UserError(f"{_MODEL.value} is no run's folder to write results to; give --out=FOLDER")
   texts = _texts(_TEXT.value) if _TEXT.value else []
   say = lambda line: print(line, file=sys.stderr, flush=True)
-  opened = open_model(_MODEL.value, tokenizer=_TOKENIZER.value, recipe=_RECIPE.value, report=say)
+  opened = open_model(
+    _MODEL.value,
+    tokenizer=_TOKENIZER.value,
+    recipe=_RECIPE.value,
+    ffn_implementation=_FFN_IMPLEMENTATION.value,
+    report=say,
+  )
   if _ACTIVITY.value:
     activity.require_neurons(opened)
   out = opened.path.parents[1] / "evaluation" if _OUT.value is None else Path(_OUT.value).expanduser()
   model = {"model": str(opened.path), "step": opened.step, "recipe": opened.precision.recipe}
+  model |= {"ffn_implementation": opened.config.ffn_implementation}
   of_tasks = "tasks" if _LIMIT.value is None else f"tasks_first_{_LIMIT.value}"  # never in the place of whole results
   planned = {of_tasks: model} if _TASKS.value else {}
   planned |= {

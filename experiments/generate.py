@@ -32,6 +32,9 @@ _STOP = flags.DEFINE_multi_string("stop", [], "text that ends a sequence and is 
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "prompts computed together", lower_bound=1)
 _TOKENIZER = flags.DEFINE_string("tokenizer", None, "a tokenizer.json, if there is none beside the model")
 _RECIPE = flags.DEFINE_enum("recipe", None, ["bf16", "fp32"], "number formats of compute; default: the model's")
+_FFN_IMPLEMENTATION = flags.DEFINE_enum(
+  "ffn_implementation", None, ["dense", "twell"], "feed-forward of sparse models; default: the model's"
+)
 
 
 def main(argv: list[str]) -> None:
@@ -55,8 +58,14 @@ def main(argv: list[str]) -> None:
   sampling = Sampling(temperature=_TEMPERATURE.value, top_k=_TOP_K.value, top_p=_TOP_P.value)
   output = _new_file(_OUTPUT.value)
   say = lambda line: print(line, file=sys.stderr, flush=True)
-  generator = Generator(open_model(_MODEL.value, tokenizer=_TOKENIZER.value, recipe=_RECIPE.value, report=say))
-
+  opened = open_model(
+    _MODEL.value,
+    tokenizer=_TOKENIZER.value,
+    recipe=_RECIPE.value,
+    ffn_implementation=_FFN_IMPLEMENTATION.value,
+    report=say,
+  )
+  generator = Generator(opened)
   generator.encode(prompts)  # the last one may be too long, and is to be said before minutes go into the others
 
   def pieces(first: int) -> Iterator[Piece]:

@@ -31,8 +31,8 @@ def check_smem(name: str, needed: int) -> None:
     )
 
 
-def kernel(body, *, out_type: jax.ShapeDtypeStruct, interpret: bool, **options) -> collections.abc.Callable:
-  """`plgpu.kernel` with our interpreter settings, and with a result that varies over the mesh axes of its operands.
+def kernel(body, *, out_type, interpret: bool, **options) -> collections.abc.Callable:
+  """`plgpu.kernel` with our interpreter settings, and with results that vary over the mesh axes of its operands.
 
   Inside `jax.shard_map(check_vma=True)` every value carries the mesh axes over which it varies; an opaque kernel has to
   state them for its result, and the union over the operands is the only claim that is always true.
@@ -41,8 +41,8 @@ def kernel(body, *, out_type: jax.ShapeDtypeStruct, interpret: bool, **options) 
   def launch(*operands):
     varying = frozenset().union(*(jax.typeof(x).mat.varying for x in operands))
     # A manual_axis_type in out_type is dropped on the way (JAX 0.11.2), so the result is cast.
-    result = plgpu.kernel(body, out_type=out_type, interpret=_INTERPRET if interpret else None, **options)(*operands)
-    return jax.lax.pcast(result, tuple(varying), to="varying") if varying else result
+    results = plgpu.kernel(body, out_type=out_type, interpret=_INTERPRET if interpret else None, **options)(*operands)
+    return jax.lax.pcast(results, tuple(varying), to="varying") if varying else results
 
   return launch
 

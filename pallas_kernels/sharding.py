@@ -1,19 +1,28 @@
 """The public operations on arrays that are spread over a mesh: every device works on its own rows.
 
+Tables and weights are on every device, and their gradients are summed over the mesh. One that is itself sharded is
+refused, since the call would gather all of it behind the caller's back.
+
 Jagged data is sharded by whole rows, and a device needs offsets that count its own tokens. So ids and offsets carry a
 leading shard axis S, one entry for each device along `axes`: ids are i32[S, T] (each shard padded to the same T) and
 offsets i32[S, B + 1] (each from 0). Results are joined by rows, [S * B, D], in the order of the shards.
 
-Dimension key: S shards, V table rows, D row width, T ids of a shard, B bags of a shard.
+Dimension key: S shards, V table rows, D row or model width, T ids of a shard, B bags of a shard, M tokens, F hidden
+neurons.
 """
 
 import math
+from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import dispatch, embedding, row_offsets
+from pallas_kernels import dispatch, embedding, row_offsets, twell
+
+Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
 
 def embedding_bag(
@@ -22,7 +31,7 @@ def embedding_bag(
   offsets_SB: jax.Array,
   weights_ST: jax.Array | None = None,
   *,
-  mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
+  mesh: Mesh | None = None,
   axes: str | tuple[str, ...],
   mode: embedding.reference.Mode = "sum",
   sink: jax.Array | None = None,
@@ -31,7 +40,7 @@ def embedding_bag(
   """`embedding.bag` with the bags sharded over mesh axes and the table on every device.
 
   Args:
-    table_VD: replicated; a table that is itself sharded is refused, since this would gather all of it.
+    table_VD: replicated.
     ids_ST: sharded along S, as are the next two.
     offsets_SB: i32[S, B + 1], the offsets of each shard in its own ids.
     weights_ST: float32[S, T], or None.
@@ -44,14 +53,15 @@ def embedding_bag(
   Returns:
     out[S * B, D], sharded along its rows.
   """
-  mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
-  axes = (axes,) if isinstance(axes, str) else tuple(axes)
-  _check_embedding_bag(table_VD, ids_ST, offsets_SB, mesh, axes)
+  op = "sharding.embedding_bag"
+  mesh, axes, shards = _over(op, mesh, axes)
+  _check_bags(op, ids_ST, offsets_SB, axes, shards)
+  _refuse_sharded(op, table_VD=table_VD)
 
   def local(table_VD, ids_ST, offsets_SB, weights_ST, sink_BD):
     weights_T = None if weights_ST is None else weights_ST[0]
     # Every device reads the whole table. Said as a cast, so that a gradient, if there were one, would be summed.
-    table_VD = jax.lax.pcast(table_VD, axes, to="varying")
+    table_VD = lax.pcast(table_VD, axes, to="varying")
     return embedding.bag(
       table_VD, ids_ST[0], offsets_SB[0], weights_T, mode=mode, sink=sink_BD, implementation=implementation
     )
@@ -62,20 +72,91 @@ def embedding_bag(
   return run(table_VD, ids_ST, offsets_SB, weights_ST, sink)
 
 
-def _check_embedding_bag(table_VD, ids_ST, offsets_SB, mesh, axes) -> None:
-  op = "sharding.embedding_bag"
+def twell_gated_feedforward(
+  x_MD: jax.Array,
+  w_gate_FD: jax.Array,
+  w_up_FD: jax.Array,
+  w_down_FD: jax.Array,
+  *,
+  mesh: Mesh | None = None,
+  axes: str | tuple[str, ...],
+  **options,
+) -> tuple[jax.Array, twell.Stats]:
+  """`twell.gated_feedforward` with the tokens sharded over mesh axes and the weights on every device.
+
+  Args:
+    x_MD: sharded along M, the same number of tokens on each device.
+    w_gate_FD: replicated, as the other weights.
+    w_up_FD: likewise.
+    w_down_FD: likewise.
+    mesh: the mesh of `jax.set_mesh` if None.
+    axes: the mesh axes along which the tokens are sharded.
+    **options: of `twell.gated_feedforward`. Each device chooses its own route.
+
+  Returns:
+    y_MD, sharded as x_MD, and Stats of all tokens, replicated; their route is DENSE if every device took that.
+  """
+  weights = dict(w_gate_FD=w_gate_FD, w_up_FD=w_up_FD, w_down_FD=w_down_FD)
+  return _twell(twell.gated_feedforward, x_MD, weights, mesh, axes, options)
+
+
+def twell_feedforward(
+  x_MD: jax.Array,
+  w_up_FD: jax.Array,
+  w_down_FD: jax.Array,
+  *,
+  mesh: Mesh | None = None,
+  axes: str | tuple[str, ...],
+  **options,
+) -> tuple[jax.Array, twell.Stats]:
+  """`twell.feedforward` on sharded tokens. Arguments as for `twell_gated_feedforward`."""
+  return _twell(twell.feedforward, x_MD, dict(w_up_FD=w_up_FD, w_down_FD=w_down_FD), mesh, axes, options)
+
+
+def _twell(call: Callable, x_MD, weights: dict[str, jax.Array], mesh, axes, options):
+  op = f"sharding.twell_{call.__name__}"
+  mesh, axes, shards = _over(op, mesh, axes)
+  _refuse_sharded(op, **weights)
+  if x_MD.shape[0] % shards:
+    raise ValueError(f"{op}: M={x_MD.shape[0]} tokens do not divide over the {shards} shards of {axes}; pad x_MD")
+
+  def local(x_MD, *weights_FD):
+    # As casts, whose transpose sums the gradients of all devices.
+    y_MD, stats = call(x_MD, *(lax.pcast(w_FD, axes, to="varying") for w_FD in weights_FD), **options)
+    return y_MD, twell.Stats(
+      l1=lax.pmean(stats.l1, axes),
+      l0=lax.pmean(stats.l0, axes),
+      overflow_rows=lax.psum(stats.overflow_rows, axes),
+      route=lax.pmax(stats.route, axes),  # SPARSE is the larger
+      active=None if stats.active is None else lax.psum(stats.active.astype(jnp.int32), axes) > 0,
+    )
+
+  in_specs = (P(axes), *(P() for _ in weights))
+  run = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=(P(axes), P()), check_vma=True)
+  return run(x_MD, *weights.values())
+
+
+def _over(op: str, mesh: Mesh | None, axes: str | tuple[str, ...]) -> tuple[Mesh, tuple[str, ...], int]:
+  """Returns the mesh, its axes that hold the shards, and the number of shards."""
+  mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+  axes = (axes,) if isinstance(axes, str) else tuple(axes)
   if unknown := [a for a in axes if a not in mesh.shape]:
     raise ValueError(f"{op}: axes {unknown} are not among the axes {tuple(mesh.shape)} of the mesh")
-  shards = math.prod(mesh.shape[a] for a in axes)
+  return mesh, axes, math.prod(mesh.shape[a] for a in axes)
+
+
+def _refuse_sharded(op: str, **replicated: jax.Array) -> None:
+  for name, x in replicated.items():
+    if (spec := dispatch.partition(x)) is not None:
+      raise ValueError(f"{op}: {name} is sharded as {spec}; replicate it, a call would gather all of it on each device")
+
+
+def _check_bags(op: str, ids_ST, offsets_SB, axes: tuple[str, ...], shards: int) -> None:
   for name, x in (("ids_ST", ids_ST), ("offsets_SB", offsets_SB)):
     if x.ndim != 2 or x.shape[0] != shards:
       raise ValueError(
         f"{op}: {name} must be [{shards}, ...], an entry for each shard over {axes}, got shape {x.shape}"
       )
-  if (spec := dispatch.partition(table_VD)) is not None:
-    raise ValueError(
-      f"{op}: table_VD is sharded as {spec}; replicate it, a lookup would gather all of it on each device"
-    )
   # On several hosts each sees only its own shards; their values are not checked there.
   if not isinstance(offsets_SB, jax.core.Tracer) and getattr(offsets_SB, "is_fully_addressable", True):
     for shard, offsets in enumerate(np.asarray(offsets_SB)):

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from sparse_lm.errors import UserError
 
 FFN_KINDS = ("gated_relu", "relu", "gated_silu", "none")
+FFN_IMPLEMENTATIONS = ("dense", "twell")
 ATTENTION_IMPLEMENTATIONS = ("auto", "xla", "cudnn")
 REMAT_POLICIES = ("none", "full", "dots", "dots_and_attention")
 RECIPES = ("bf16", "fp32")
@@ -32,6 +33,7 @@ class ModelConfig:
   num_kv_heads: int | None = None  # None: as many as num_heads (multi-head attention)
   ffn_width: int = 384
   ffn_kind: str = "gated_relu"
+  ffn_implementation: str = "dense"  # twell computes only what ReLU lets through, by sparse kernels where they can run
   attention_implementation: str = "auto"  # cudnn on a GPU in bf16, xla elsewhere
   tie_embeddings: bool = True
   rope_theta: float = 10_000.0
@@ -55,6 +57,12 @@ class ModelConfig:
     _require_positive("model", self, sizes + (["num_kv_heads"] if self.num_kv_heads is not None else []))
     _require_positive("model", self, ["rope_theta", "norm_epsilon", "init_std"])
     _require_one_of("model.ffn_kind", self.ffn_kind, FFN_KINDS)
+    _require_one_of("model.ffn_implementation", self.ffn_implementation, FFN_IMPLEMENTATIONS)
+    if self.ffn_implementation == "twell" and self.ffn_kind not in ("gated_relu", "relu"):
+      raise UserError(
+        f"model.ffn_implementation='twell' skips neurons that ReLU switches off, but model.ffn_kind={self.ffn_kind!r}"
+        " has none; use ffn_kind gated_relu or relu, or ffn_implementation dense"
+      )
     _require_one_of("model.attention_implementation", self.attention_implementation, ATTENTION_IMPLEMENTATIONS)
     _require_one_of("model.remat", self.remat, REMAT_POLICIES)
     if self.model_width % self.num_heads:

@@ -155,6 +155,27 @@ def speed_table(cases: list[Json]) -> str:
   return bench.markdown_table(header, rows)
 
 
+def sparse_table(cases: list[Json]) -> str:
+  """Returns the table of a record of `experiments.bench_lm --what=sparse`; changes are against its dense blocks."""
+  header = ["model", "blocks", "non-zeros a token", "forward", "energy", "peak memory", "off by", "ms (min to max)"]
+  dense = {(c["model"], c["non_zeros"]): c for c in cases if c["ffn"] == "dense"}
+  rows = []
+  for c in cases:
+    row = [_size(c["model"]), c["ffn"], f"{c.get('l0', c['non_zeros']):.1f}"]
+    if "error" in c:
+      rows.append([*row, c["error"], "-", "-", "-", "-"])
+      continue
+    base = dense[c["model"], c["non_zeros"]]
+    change = lambda metric, c=c, base=base: "" if c is base else f" ({_gap(c[metric], base.get(metric))})"
+    energy = c["millijoules_per_token"]
+    row.append(f"{c['tokens_per_ms']:.1f} tokens/ms{change('tokens_per_ms')}")
+    row.append("-" if energy is None else f"{energy:.2f} mJ/token{change('millijoules_per_token')}")
+    row.append(f"{c['peak_bytes'] / 2**30:.1f} GiB{change('peak_bytes')}")
+    row.append("-" if c["relative_error"] is None else f"{c['relative_error']:.1e}")
+    rows.append([*row, f"{1e3 * c['seconds']:.1f} ({1e3 * c['seconds_min']:.1f} to {1e3 * c['seconds_max']:.1f})"])
+  return bench.markdown_table(header, rows)
+
+
 def _size(model: str) -> str:
   """paper_1_5b as 1.5B."""
   return model.removeprefix("paper_").replace("_", ".").upper()

@@ -373,6 +373,20 @@ def test_the_speed_table_takes_training_at_the_largest_batch():
   assert tables.speed_table(cases).splitlines()[2:] == [row]
 
 
+def test_the_sparse_table_compares_each_case_with_dense_blocks_at_the_same_number_of_non_zeros():
+  speed = {"seconds": 0.2, "seconds_min": 0.1, "seconds_max": 0.3, "millijoules_per_token": 2.0, "peak_bytes": 2**30}
+  case = {"model": "paper_0_5b", "ffn": "dense", "non_zeros": 29.0, "l0": 29.04, "relative_error": None} | speed
+  other = {"ffn": "twell", "relative_error": 0.0021, "millijoules_per_token": 1.5}
+  cases = [case | {"tokens_per_ms": 100.0}, case | other | {"tokens_per_ms": 120.0}]
+  cases += [case | {"non_zeros": 108.0, "tokens_per_ms": 50.0}]
+  cases += [{"model": "paper_0_5b", "ffn": "twell", "non_zeros": 108.0, "error": "out of memory"}]
+  rows = [line.strip("| ").split(" | ") for line in tables.sparse_table(cases).splitlines()[2:]]
+  assert rows[0][1:5] == ["dense", "29.0", "100.0 tokens/ms", "2.00 mJ/token"]
+  assert rows[1][3:7] == ["120.0 tokens/ms (+20.0%)", "1.50 mJ/token (-25.0%)", "1.0 GiB (+0.0%)", "2.1e-03"]
+  assert rows[2][3] == "50.0 tokens/ms"
+  assert rows[3][:4] == ["0.5B", "twell", "108.0", "out of memory"]
+
+
 def test_tables_of_the_documents_are_what_the_records_say():
   from experiments.tables import write_documents
 

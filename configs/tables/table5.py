@@ -5,6 +5,7 @@ python -m experiments.tables --table=configs/tables/table5.py --runs=runs/table5
 
 from configs.tables.paper import (
   HARDWARE,
+  SPARSE_NOTE,
   accuracy,
   cross_entropy,
   dense_forward,
@@ -18,7 +19,10 @@ from sparse_lm.table_config import PaperTable, Row
 def get_table() -> PaperTable:
   return PaperTable(
     title="Table 5: against dead neurons, 1.5B",
-    note="Re-initialisation redraws a tenth of each dead gate row after every step; the warm-up ends at step 10000.",
+    note=(
+      "Re-initialisation redraws a tenth of each dead gate row after every step; the warm-up ends at step 10000. "
+      + SPARSE_NOTE
+    ),
     hardware=HARDWARE,
     runs="table5",
     rows=(
@@ -44,5 +48,5 @@ def _sparse(name: str, run: str, mean: str, loss: str, active: str, *speed: str)
     name=name,
     model=trained(run, "1.5B", sweep="table5"),
     baseline="dense",
-    numbers=(accuracy(mean), cross_entropy(loss), non_zeros(active), *sparse_forward(*speed)),
+    numbers=(accuracy(mean), cross_entropy(loss), non_zeros(active), *sparse_forward("1.5B", int(active), *speed)),
   )

@@ -10,3 +10,6 @@ from pallas_kernels.twell.format import Spec as Spec
 from pallas_kernels.twell.format import Twell as Twell
 from pallas_kernels.twell.format import from_dense as from_dense
 from pallas_kernels.twell.format import to_dense as to_dense
+from pallas_kernels.twell.neurons import Neurons as Neurons
+from pallas_kernels.twell.neurons import prune_dead as prune_dead
+from pallas_kernels.twell.neurons import sort_neurons as sort_neurons

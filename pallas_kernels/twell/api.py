@@ -33,6 +33,7 @@ class Stats(NamedTuple):
 class _Options(NamedTuple):
   spec: Spec | None  # None: a dtype that no spec holds
   route: Route
+  density_hint: float | None  # known when the call is traced; as an argument, jit would make a tracer of it
   hot: int
   with_active: bool
   implementation: dispatch.Implementation
@@ -56,6 +57,7 @@ def pack(
   Raises:
     NotImplementedError: what is asked for cannot serve the call.
   """
+  x_MD, w_FD = jnp.asarray(x_MD), jnp.asarray(w_FD)
   _check_matrices("twell.pack", x_MD=x_MD, w_FD=w_FD)
   spec = spec or format.spec_for(x_MD.dtype)
   spec.tiles(w_FD.shape[0])
@@ -129,12 +131,12 @@ def feedforward(
 
 
 def _call(op, x_MD, weights, spec, route, density_hint, hot, with_active, implementation):
+  x_MD, weights = jnp.asarray(x_MD), {name: jnp.asarray(w) for name, w in weights.items()}
   _check_matrices(op, x_MD=x_MD, **weights)
   num_tokens, (num_neurons, width) = x_MD.shape[0], weights["w_up_FD"].shape
   if route not in get_args(Route):
     raise ValueError(f"{op}: route={route!r} must be one of {get_args(Route)}")
-  if isinstance(density_hint, int | float) and not 0 <= density_hint <= 1:
-    raise ValueError(f"{op}: density_hint={density_hint} is a share of the neurons and must lie in [0, 1]")
+  known_hint, traced_hint = _split_hint(op, density_hint)
   if hot % 128 or not 0 <= hot <= num_neurons:
     raise ValueError(f"{op}: hot={hot} must be a multiple of 128 in 0..F={num_neurons}")
   spec = spec or format.spec_for(x_MD.dtype)
@@ -145,11 +147,22 @@ def _call(op, x_MD, weights, spec, route, density_hint, hot, with_active, implem
   dispatch.refuse_sharded(op, x_MD=x_MD, **weights)
   unsupported = lambda: None if route == "dense" else _kernels().unsupported(x_MD.dtype, num_neurons, width, spec)
   chosen = dispatch.choose(op, implementation, unsupported)
-  options = _Options(spec if route != "dense" else None, route, hot, with_active, chosen)
+  options = _Options(spec if route != "dense" else None, route, known_hint, hot, with_active, chosen)
   w_gate_FD = weights.get("w_gate_FD")
-  y_MD, sums, taken = _feedforward(options, x_MD, w_gate_FD, weights["w_up_FD"], weights["w_down_FD"], density_hint)
+  y_MD, sums, taken = _feedforward(options, x_MD, w_gate_FD, weights["w_up_FD"], weights["w_down_FD"], traced_hint)
   tokens = max(num_tokens, 1)
   return y_MD, Stats(sums.l1 / tokens, sums.l0 / tokens, sums.overflow_rows, taken, sums.active_F)
+
+
+def _split_hint(op: str, density_hint: float | jax.Array | None) -> tuple[float | None, jax.Array | None]:
+  """Returns a hint that is known when the call is traced, and one that is not; None for what it is not."""
+  if isinstance(density_hint, jax.Array):
+    if density_hint.ndim:
+      raise ValueError(f"{op}: density_hint must be one number, got shape {density_hint.shape}")
+    return None, density_hint.astype(jnp.float32)
+  if density_hint is not None and not 0 <= density_hint <= 1:
+    raise ValueError(f"{op}: density_hint={density_hint} is a share of the neurons and must lie in [0, 1]")
+  return None if density_hint is None else float(density_hint), None
 
 
 def _check_matrices(op: str, x_MD: jax.Array, **weights: jax.Array) -> None:
@@ -175,7 +188,7 @@ def _kernels() -> ModuleType:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _feedforward(options: _Options, x_MD, w_gate_FD, w_up_FD, w_down_FD, density_hint):
+def _feedforward(options: _Options, x_MD, w_gate_FD, w_up_FD, w_down_FD, traced_hint):
   """Returns (y_MD, sums, i32[] route). The dispatch lies inside: autodiff sees neither its branches nor the kernels."""
   weights = w_gate_FD, w_up_FD, w_down_FD
   if options.implementation == "reference" or options.route == "dense":
@@ -188,22 +201,22 @@ def _feedforward(options: _Options, x_MD, w_gate_FD, w_up_FD, w_down_FD, density
     *weights,
     spec=options.spec,
     route=options.route,
-    density_hint=density_hint,
+    density_hint=traced_hint if options.density_hint is None else options.density_hint,
     hot=options.hot,
     with_active=options.with_active,
     interpret=options.implementation == "interpret",
   )
 
 
-def _forward(options, x_MD, w_gate_FD, w_up_FD, w_down_FD, density_hint):
-  kept = x_MD, w_gate_FD, w_up_FD, w_down_FD, density_hint
+def _forward(options, x_MD, w_gate_FD, w_up_FD, w_down_FD, traced_hint):
+  kept = x_MD, w_gate_FD, w_up_FD, w_down_FD, traced_hint
   return _feedforward(options, *kept), kept
 
 
 def _backward(options, kept, cotangents):
   """Of the dense block, recomputed: the temporaries are those of one chunk. Weight gradients add up in float32."""
   del options
-  x_MD, *weights, density_hint = kept
+  x_MD, *weights, traced_hint = kept
   d_y_MD, d_sums, _ = cotangents
   num_rows, width = x_MD.shape
   rows = min(_ROWS_OF_A_CHUNK, max(num_rows, 1))
@@ -222,7 +235,7 @@ def _backward(options, kept, cotangents):
   zeros = jax.tree.map(lambda w: jnp.zeros_like(w, jnp.float32), weights)
   d_weights, d_x_CMD = jax.lax.scan(chunk, zeros, (cut(x_MD), cut(d_y_MD)))
   d_x_MD = d_x_CMD.reshape(chunks * rows, width)[:num_rows]
-  d_hint = jax.tree.map(jnp.zeros_like, density_hint)  # decides how, not what
+  d_hint = jax.tree.map(jnp.zeros_like, traced_hint)  # decides how, not what
   return d_x_MD, *jax.tree.map(lambda d, w: d.astype(w.dtype), d_weights, weights), d_hint
 
 

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 MAX_COLUMNS = 1 << 16  # a column is 16 bits of a word
+ROW_CAPACITY = 256  # non-zeros of a row that the sparse route takes; a longer row costs less on the tensor cores
 _GROUP = 8  # columns that four lanes share, two each
 _BFLOAT16 = np.dtype(jnp.bfloat16)
 
@@ -84,7 +85,7 @@ class Twell:
   @property
   def overflows(self) -> jax.Array:
     """bool[M], rows that do not fit."""
-    return jnp.any(self.counts > self.spec.capacity, axis=1)
+    return jnp.any(self.words[:, :, 0] > self.spec.capacity, axis=1)  # unsigned: damaged counts are not negative
 
 
 def from_dense(h_MF: jax.Array, *, spec: Spec | None = None) -> Twell:
@@ -104,9 +105,9 @@ def from_dense(h_MF: jax.Array, *, spec: Spec | None = None) -> Twell:
   padded = jnp.pad(h_MF.astype(spec.value_dtype), ((0, 0), (0, tiles * spec.tile - columns)))
   order = _order(spec.tile)
   values = padded.reshape(num_rows, tiles, spec.tile)[:, :, order]
-  columns_of = (np.arange(tiles)[:, None] * spec.tile + order).astype(np.uint32)
+  columns_of = (np.arange(tiles)[:, None] * spec.tile + order).astype(np.uint32)[None]
   bits = jax.lax.bitcast_convert_type(values, jnp.uint16).astype(jnp.uint32)
-  present = values != 0
+  present = bits & 0x7FFF != 0  # by bits: comparing values would take a subnormal for zero on some devices
   place = jnp.cumsum(present, axis=2)  # 1 for the first: word 0 is the count
   fits = present & (place <= spec.capacity)
   rows, tile_of = jnp.arange(num_rows)[:, None, None], jnp.arange(tiles)[None, :, None]
@@ -125,7 +126,7 @@ def to_dense(packed: Twell) -> jax.Array:
   check(packed)
   spec, (num_rows, tiles, _) = packed.spec, packed.words.shape
   entries = packed.words[:, :, 1:]
-  present = jnp.arange(spec.capacity) < packed.counts[:, :, None]
+  present = jnp.arange(spec.capacity)[None, None] < packed.counts[:, :, None]
   columns = jnp.where(present, entries & 0xFFFF, tiles * spec.tile).astype(jnp.int32)
   values = jax.lax.bitcast_convert_type((entries >> 16).astype(jnp.uint16), spec.value_dtype)
   h_MF = jnp.zeros((num_rows, packed.columns), spec.value_dtype)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.twell.format import Spec
+from pallas_kernels.twell.format import ROW_CAPACITY, Spec
 
 
 class Sums(NamedTuple):
@@ -58,7 +58,8 @@ def feedforward(
   fires_MF = gate_MF != 0
   overflow_rows = jnp.int32(0)
   if spec is not None:
-    overflow_rows = jnp.sum(misfits(x_MD, fires_MF[:, hot:], spec), dtype=jnp.int32)
+    must_be_finite_MD = None if w_gate_FD is None else x_MD
+    overflow_rows = jnp.sum(misfits(must_be_finite_MD, fires_MF[:, hot:], spec), dtype=jnp.int32)
   return y_MD, Sums(
     l1=jnp.sum(jnp.abs(h_MF), dtype=jnp.float32),
     l0=jnp.sum(fires_MF, dtype=jnp.float32),
@@ -72,12 +73,17 @@ def gate(x_MD: jax.Array, w_FD: jax.Array) -> jax.Array:
   return jax.nn.relu(_project("MD,FD->MF", x_MD, w_FD))
 
 
-def misfits(x_MD: jax.Array, fires_MF: jax.Array, spec: Spec) -> jax.Array:
-  """bool[M]: rows that the sparse route computes densely."""
+def misfits(x_MD: jax.Array | None, fires_MF: jax.Array, spec: Spec) -> jax.Array:
+  """bool[M]: rows that the sparse route computes densely.
+
+  x_MD is None for the non-gated block, where a neuron that does not fire adds 0 whatever the token is. In the gated one
+  it adds 0 * (x . w_up), which is NaN if the token is not finite.
+  """
   (num_rows, columns), tiles = fires_MF.shape, spec.tiles(fires_MF.shape[1])
   padded = jnp.pad(fires_MF, ((0, 0), (0, tiles * spec.tile - columns)))
   counts = jnp.sum(padded.reshape(num_rows, tiles, spec.tile), axis=2, dtype=jnp.int32)
-  return jnp.any(counts > spec.capacity, axis=1) | ~jnp.all(jnp.isfinite(x_MD), axis=1)
+  too_many = jnp.any(counts > spec.capacity, axis=1) | (jnp.sum(counts, axis=1) > ROW_CAPACITY)
+  return too_many if x_MD is None else too_many | ~jnp.all(jnp.isfinite(x_MD), axis=1)
 
 
 def _project(equation: str, x: jax.Array, w: jax.Array) -> jax.Array:

@@ -40,6 +40,7 @@ def open_model(
   tokenizer: str | None = None,
   recipe: str | None = None,
   dtype: jnp.dtype | None = None,
+  ffn_implementation: str | None = None,
   report: Callable[[str], None] = print,
 ) -> OpenedModel:
   """Opens a model on one device, or laid out over the mesh of `jax.set_mesh`.
@@ -49,10 +50,12 @@ def open_model(
     tokenizer: a tokenizer.json; None: the one beside the model.
     recipe: number formats of compute; None: those of the model's config.
     dtype: of the weight matrices; None: the compute dtype of the recipe, so that nothing is cast again in each step.
+    ffn_implementation: dense or twell; None: that of the model's config.
     report: takes one line.
 
   Raises:
-    UserError: there is no model, it is damaged, or its tokenizer is missing or has more ids than the model has rows.
+    UserError: there is no model, it is damaged, its tokenizer is missing or has more ids than the model has rows, or
+      ffn_implementation cannot serve it.
   """
   path = Path(os.path.expanduser(path))
   source: _Run | HfFolder = HfFolder(path) if is_hf_folder(path) else _newest_whole(path, report)
@@ -61,6 +64,9 @@ def open_model(
   dtype = RECIPES[precision.recipe].compute_dtype if dtype is None else dtype
   # What was chosen for the memory and the device of training.
   config, where = dataclasses.replace(source.config, remat="none", attention_implementation="auto"), path
+  if ffn_implementation is not None:
+    config = dataclasses.replace(config, ffn_implementation=ffn_implementation)
+    config.validate()
   found = source.tokenizer(tokenizer)
   if isinstance(source, HfFolder):
     model = source.load(abstract_parameters(config, precision, dtype))

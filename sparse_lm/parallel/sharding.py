@@ -42,18 +42,19 @@ class ShardingRules:
 RULES = ShardingRules()
 
 
-def _under_mesh() -> bool:
+def under_mesh() -> bool:
+  """Whether arrays are laid out over the mesh of `jax.set_mesh`, which may have one device."""
   return not jax.sharding.get_abstract_mesh().empty
 
 
 def gather(w: jax.Array) -> jax.Array:
   """The whole weight on every device. Its transpose is the reduce-scatter of the gradient."""
-  return jax.sharding.reshard(w, P(*[None] * w.ndim)) if _under_mesh() else w
+  return jax.sharding.reshard(w, P(*[None] * w.ndim)) if under_mesh() else w
 
 
 def activations(ndim: int) -> P | None:
   """`out_sharding` of an activation, for operations whose result layout JAX will not guess; None without a mesh."""
-  return RULES.activations(ndim) if _under_mesh() else None
+  return RULES.activations(ndim) if under_mesh() else None
 
 
 def per_device_batch(f):
@@ -63,7 +64,7 @@ def per_device_batch(f):
   """
 
   def run(*arrays):
-    if not _under_mesh():
+    if not under_mesh():
       return f(*arrays)
     specs = tuple(RULES.activations(x.ndim) for x in arrays)
     out = jax.eval_shape(f, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays))
@@ -81,6 +82,6 @@ def shard_parameters(params):
   """Lays every parameter out by the rules; call it where parameters are made, under `jax.set_mesh`."""
 
   def place(path, x):
-    return jax.sharding.reshard(x, RULES.weight(parameter_name(path), x.ndim)) if _under_mesh() else x
+    return jax.sharding.reshard(x, RULES.weight(parameter_name(path), x.ndim)) if under_mesh() else x
 
   return jax.tree_util.tree_map_with_path(place, params)

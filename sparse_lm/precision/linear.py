@@ -1,4 +1,4 @@
-"""The one projection of every model: how a master weight becomes an operand, and how it is multiplied."""
+"""How every master weight becomes an operand, and the one projection that multiplies most of them."""
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,13 @@ def linear(equation: str, x: jax.Array, w: jax.Array, recipe: Recipe) -> jax.Arr
   Args:
     equation: an einsum of two operands in the letters of the dimension key.
     x: activations, of the recipe's compute dtype.
-    w: float32 master weight, possibly an FSDP shard.
+    w: as `operand` takes it.
     recipe: number formats; products accumulate in float32 and are rounded once to the compute dtype.
   """
+  return jnp.einsum(equation, x, operand(w, recipe), precision=recipe.matmul_precision)
+
+
+def operand(w: jax.Array, recipe: Recipe) -> jax.Array:
+  """A float32 master weight, possibly an FSDP shard, whole and in the compute dtype."""
   # Cast first: the gather then moves half the bytes.
-  w = sharding.gather(w.astype(recipe.compute_dtype))
-  return jnp.einsum(equation, x, w, precision=recipe.matmul_precision)
+  return sharding.gather(w.astype(recipe.compute_dtype))

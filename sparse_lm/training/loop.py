@@ -56,6 +56,7 @@ _FREE_MODEL_FIELDS = (
   "model.init_std",
   "model.remat",
   "model.attention_implementation",
+  "model.ffn_implementation",
 )
 
 

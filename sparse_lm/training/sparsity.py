@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from sparse_lm.config import LmConfig
+from sparse_lm.models.feedforward import gate_parameter
 from sparse_lm.parallel import sharding
 
 # The controller multiplies the coefficient, because L0 answers to its ratio and not to its difference. It sums the
@@ -48,10 +49,10 @@ def revive_dead(model, active: jax.Array, key: jax.Array, config: LmConfig):
     model: parameters after the optimiser's update.
     active: bool[layers, F], fired at least once during the whole global step.
     key: random key of this step.
-    config: gives rate, standard deviation and which matrix is the gate (the up projection where there is no gate).
+    config: gives rate, standard deviation and which matrix is the gate.
   """
   rate, std = config.sparsity.reinit_rate, config.sparsity.reinit_std
-  gate = "w_up_FD" if config.model.ffn_kind == "relu" else "w_gate_FD"
+  gate = gate_parameter(config.model.ffn_kind)
 
   def revive(path, w):
     if sharding.parameter_name(path) != gate:

@@ -150,27 +150,33 @@ def test_the_program_writes_all_it_is_asked_for_and_refuses_in_one_line(trained_
   (tmp_path / "my_cloze.yaml").write_text(definition)
   (tmp_path / "my_cloze.jsonl").write_text(json.dumps(TINY[0]) + "\n")
   model, text, out = f"--model={trained_once}", f"--text={tmp_path / 'text.txt'}", f"--out={tmp_path / 'out'}"
+  by_twell = [model, text, "--ffn_implementation=twell", f"--out={tmp_path / 'twell'}"]
   mine = ["--tasks=my_cloze", f"--task_files={tmp_path}", f"--task_data={tmp_path}"]
-  (code, stdout, stderr), limited, second, *wrong = program.answers(
+  (code, stdout, stderr), limited, second, other, *wrong = program.answers(
     "experiments.eval_lm",
     [model, text, "--activity", "--min_count=2", "--tasks=tiny_cloze", out],
     [model, "--tasks=tiny_cloze", "--limit=2", out],
     [model, *mine, out],
+    by_twell,
     [text],
     [model],
     [model, "--tasks=tiny_cloze", "--activity"],
     [model, text, "--limit=3"],
     [model, "--text=/nowhere/*.txt"],
     [model, f"--text={tmp_path / 'other.txt'}", out],
+    [*by_twell[:-1], out],
     [model, text, f"--out={tmp_path / 'file'}"],
   )
-  assert (code, limited[0], second[0]) == (0, 0, 0), (stderr, limited, second)
+  assert (code, limited[0], second[0], other[0]) == (0, 0, 0, 0), (stderr, limited, second, other)
   found = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "out").glob("*.json")}
   assert set(found) == {"perplexity", "activity", "tasks", "tasks_first_2"}
   assert {entry["step"] for entry in found.values()} == {16}
   assert found["perplexity"]["bytes"] == 2700
   assert f"{found['perplexity']['perplexity_per_byte']:.4f} per byte" in stdout
   assert len(found["activity"]["l0_by_position"]) == 16
+  perplexity = json.loads((tmp_path / "twell" / "perplexity.json").read_text())
+  assert perplexity["ffn_implementation"] == "twell"
+  assert perplexity["nats_per_token"] == pytest.approx(found["perplexity"]["nats_per_token"], rel=1e-5)
   samples = {name: task["samples"] for name, task in found["tasks"]["tasks"].items()}
   assert samples == {"tiny_cloze": 12, "my_cloze": 1}  # one call after the other
   assert found["tasks"]["mean_acc"] == pytest.approx(np.mean([t["acc"] for t in found["tasks"]["tasks"].values()]))
@@ -182,6 +188,7 @@ def test_the_program_writes_all_it_is_asked_for_and_refuses_in_one_line(trained_
     "--limit has no effect without --tasks",
     "--text='/nowhere/*.txt': the pattern matches no file",
     f"perplexity.json holds results of text='{tmp_path / 'text.txt'}', not '{tmp_path / 'other.txt'}'",
+    "perplexity.json holds results of ffn_implementation='dense', not 'twell'",
     f"{tmp_path / 'file'} cannot be written; give another --out=FOLDER",
   ]
   for (code, _, stderr), message in zip(wrong, said, strict=True):

@@ -116,9 +116,10 @@ def test_the_program_streams_texts_in_order_and_writes_them_and_refuses_in_one_l
   (tmp_path / "latin.txt").write_bytes(b"\xff\xfe")
   model, out = f"--model={trained_once}", f"--output={tmp_path / 'out.jsonl'}"
   good = [model, "--prompt=first one", f"--prompts={tmp_path / 'prompts.txt'}", "--max_tokens=4", out, "--batch_size=2"]
-  (code, stdout, stderr), again, *wrong = program.answers(
+  (code, stdout, stderr), by_twell, again, *wrong = program.answers(
     "experiments.generate",
     good,
+    [*(argument for argument in good if argument != out), "--ffn_implementation=twell"],
     good,
     ["--prompt=x"],
     [model],
@@ -137,6 +138,7 @@ def test_the_program_streams_texts_in_order_and_writes_them_and_refuses_in_one_l
   entries = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
   assert [entry["prompt"] for entry in entries] == ["first one", "abc\u2028de", "b"]
   assert stdout == "".join(entry["prompt"] + entry["text"] + "\n" for entry in entries)
+  assert by_twell[:2] == (0, stdout)
   assert stderr.count("tokens, max_tokens]") + stderr.count("tokens, end of text]") == 3
   said = [
     f"--output={tmp_path / 'out.jsonl'} exists; name a new file",

@@ -1,6 +1,7 @@
 """Sharded wrappers equal the local call shard by shard: 8 virtual devices for the reference, one for the interpreter.
 
-Dimension key: S shards, V table rows, D row width, T ids of a shard, B bags of a shard.
+Dimension key: S shards, V table rows, D row or model width, T ids of a shard, B bags of a shard, M tokens, F hidden
+neurons.
 """
 
 import functools
@@ -12,8 +13,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import embedding, sharding
+from pallas_kernels import embedding, sharding, twell
 from pallas_kernels.embedding import bag_hopper
+from pallas_kernels.twell import reference
 
 V, D, T, B = 6, 128, 10, 3
 
@@ -152,3 +154,91 @@ def test_a_kernels_result_and_the_table_vary_over_the_axes_of_the_bags(monkeypat
   call = functools.partial(sharding.embedding_bag, mesh=mesh_of(8), axes="data", implementation="interpret")
   jax.eval_shape(call, *place(mesh_of(8), "data", *draw(8)))
   assert seen == [{"data"}, {"data"}]
+
+
+TWELL = {
+  "gated": (twell.gated_feedforward, sharding.twell_gated_feedforward, 3),
+  "plain": (twell.feedforward, sharding.twell_feedforward, 2),
+}
+
+
+class TestTwell:
+  """Sixteen tokens, of which 3 and 4 overflow, on different devices."""
+
+  @pytest.fixture(params=TWELL)
+  def calls(self, request):
+    """The local call, the wrapper, and x and weights."""
+    *calls, matrices = TWELL[request.param]
+    rng = np.random.default_rng(0)
+    x_MD, weights = rng.normal(size=(16, 8)), 0.3 * rng.normal(size=(matrices, 64, 8))
+    x_MD[:, 0], weights[0, :, 0] = 1, -1.2  # as if neurons had a bias: few fire for a token
+    x_MD[3:5, 0] = -1  # and for these nearly all
+    weights[0, :5] = 0
+    return *calls, jnp.asarray(x_MD, jnp.float32), jnp.asarray(weights, jnp.float32)
+
+  def everything(self, call, x_MD, *weights):
+    """y, statistics, and what x and all weights get from y and from l1."""
+
+    def outputs(*arrays):
+      y_MD, stats = call(*arrays, spec=twell.Spec(tile=32, compression=4), with_active=True)
+      return (y_MD, stats.l1), stats
+
+    (y_MD, l1), back, stats = jax.vjp(outputs, x_MD, *weights, has_aux=True)
+    return y_MD, stats, back((y_MD, jnp.zeros_like(l1))), back((jnp.zeros_like(y_MD), jnp.ones_like(l1)))
+
+  @pytest.mark.parametrize(
+    ("sizes", "axes", "kind"),
+    [
+      ((8,), "data", AxisType.Auto),
+      ((4, 2), "data", AxisType.Explicit),
+      ((4, 2), ("data", "replica"), AxisType.Explicit),
+    ],
+    ids=["one", "of_two", "both"],
+  )
+  def test_eight_devices_equal_the_local_call_on_all_tokens(self, calls, sizes, axes, kind):
+    local, wrapper, x_MD, weights = calls
+    mesh = mesh_of(*sizes, kind=kind)
+    put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
+    with jax.set_mesh(mesh):
+      call = functools.partial(self.everything, functools.partial(wrapper, axes=axes))
+      result = jax.jit(call)(put(x_MD, axes), *map(put, weights))
+    wanted = jax.jit(functools.partial(self.everything, local))(x_MD, *weights)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), result, wanted)
+    y_MD, stats, _, (d_x_MD, *d_weights) = result
+    assert (stats.overflow_rows, stats.active[:5].any(), stats.active.any()) == (2, False, True)
+    shards = 4 if (sizes, axes) == ((4, 2), "data") else 8
+    assert {a.sharding.shard_shape(a.shape) for a in (y_MD, d_x_MD)} == {(16 // shards, 8)}
+    assert all(x.sharding.is_fully_replicated for x in (*stats, *d_weights))
+
+  def test_weights_and_results_vary_over_the_axes_of_the_tokens(self, calls, monkeypatch):
+    """The kernels' part of a call; the reference stands in for it, since eight devices cannot be interpreted."""
+    _, wrapper, x_MD, weights = calls
+    feedforward, seen = reference.feedforward, []
+
+    def spy(*arrays, **options):
+      results = feedforward(*arrays, **options)
+      seen.extend(jax.typeof(a).mat.varying for a in jax.tree.leaves((arrays, results[0])))
+      return results
+
+    monkeypatch.setattr(reference, "feedforward", spy)
+    mesh = mesh_of(8)
+    wrapper(jax.device_put(x_MD, NamedSharding(mesh, P("data"))), *weights, mesh=mesh, axes="data")
+    assert seen == [{"data"}] * (2 + len(weights))
+
+  def test_a_direct_call_names_the_wrapper(self, calls):
+    local, wrapper, x_MD, weights = calls
+    sharded_MD = jax.device_put(x_MD, NamedSharding(mesh_of(8), P("data")))
+    for call in (local, jax.jit(local)):
+      with pytest.raises(ValueError, match=rf"x_MD is sharded .*call pallas_kernels\.sharding\.{wrapper.__name__}, or"):
+        call(sharded_MD, *weights)
+
+  def test_what_does_not_fit_the_mesh_is_refused(self, calls):
+    _, wrapper, x_MD, weights = calls
+    mesh = mesh_of(8)
+    sharded_FD = jax.device_put(weights[1], NamedSharding(mesh, P(None, "data")))
+    with pytest.raises(ValueError, match=rf"{wrapper.__name__}: w_\w+_FD is sharded as .*; replicate it"):
+      wrapper(x_MD, weights[0], sharded_FD, *weights[2:], mesh=mesh, axes="data")
+    with pytest.raises(ValueError, match=r"M=15 tokens do not divide over the 8 shards of \('data',\); pad x_MD"):
+      wrapper(x_MD[1:], *weights, mesh=mesh, axes="data")
+    with pytest.raises(ValueError, match=r"axes \['model'\] are not among the axes \('data',\)"):
+      wrapper(x_MD, *weights, mesh=mesh, axes="model")

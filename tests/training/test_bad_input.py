@@ -179,6 +179,10 @@ def test_a_work_folder_in_use_is_refused_in_one_line_and_the_run_in_it_goes_on(s
   ("changes", "said"),
   [
     ({"model.model_width": 30}, "model.model_width=30 is not divisible by model.num_heads=4"),
+    (
+      {"model.ffn_implementation": "packed"},
+      "model.ffn_implementation='packed' is unknown; allowed: dense, twell",
+    ),
     ({"data.path": "/nowhere/*.txt"}, "data.path='/nowhere/*.txt'"),
     ({"parallel.data": 3}, "4 sequences do not divide over parallel.data * parallel.fsdp = 3 devices"),
     ({"parallel.data": 16}, "parallel.data=16 and parallel.fsdp=1 do not fit 8 cpu"),

@@ -75,17 +75,34 @@ def test_the_loop_benchmark_writes_a_record_and_its_table(tmp_path):
   assert [case["what"] for case in cases] == ["step", "first step", "first step"]
 
 
+@pytest.mark.slow
+def test_the_sparse_benchmark_compares_both_blocks_on_the_same_weights(tmp_path):
+  record = tmp_path / "record"
+  small = ["--models=tiny", "--non_zeros=5,40.5", "--forward_batch=4", "--calls=1", "--repeats=1"]
+  ((code, out, err),) = program.answers("experiments.bench_lm", ["--what=sparse", *small, f"--record={record}"])
+  assert code == 0, err
+  assert (record / "table.md").read_text() in out
+  cases = [json.loads(line) for line in (record / "metrics.jsonl").read_text().splitlines()]
+  asked = [(case["ffn"], case["non_zeros"]) for case in cases]
+  assert asked == [("dense", 5), ("twell", 5), ("dense", 40.5), ("twell", 40.5)]
+  for case in cases:
+    assert case["l0"] == pytest.approx(case["non_zeros"], rel=0.05)
+    assert case["relative_error"] is None if case["ffn"] == "dense" else case["relative_error"] < 1e-5
+
+
 def test_the_benchmark_refuses_wrong_flags_in_one_line(tmp_path):
   record = f"--record={tmp_path / 'record'}"
-  nothing, steps, batch, word = program.refusals(
+  nothing, steps, batch, zeros, word = program.refusals(
     "experiments.bench_lm",
     [],
     ["--what=loop", "--steps=0", record],
     ["--what=dense", "--train_batch=8,x", record],
+    ["--what=sparse", "--non_zeros=29,0", record],
     ["loop", record],
   )
-  assert "--what=dense|loop and --record=FOLDER are needed" in nothing
+  assert "--what=dense|sparse|loop and --record=FOLDER are needed" in nothing
   assert "steps" in steps
   assert "--train_batch='x' must be positive integers" in batch
+  assert "--non_zeros='0' must be positive numbers" in zeros
   assert "'loop' is not a flag" in word
   assert not (tmp_path / "record").exists()

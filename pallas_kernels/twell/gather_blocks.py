@@ -1,0 +1,458 @@
+"""What a warp does for a token of a packed matrix, as inline PTX: list its entries, multiply rows, add rows.
+
+A warpgroup has four warps. `Team` says how many of them share a token: each takes a slice of the columns, narrow enough
+for its registers. Warps run apart, since tokens differ in their number of entries; so what passes from one block to the
+next lies in shared memory, a row for each warp. Each block has a stand-in for the interpreter.
+
+Dimension key: W the four warps, E entries that a list holds, M tokens, D model width, F neurons.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental import pallas as pl
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, scf
+
+from pallas_kernels import ptx
+
+WARPS = 4  # of a warpgroup
+_LANES = 32
+_LOAD_BYTES = 16  # of a lane, the widest
+_LOAD_COLUMNS = _LANES * _LOAD_BYTES // 2  # of a warp
+_FIRST_WORDS = 8  # of a tile, read at once: its count and 7 entries, which is all for most
+MAX_WIDTH = 2048  # columns of a warp: 64 float32 a lane
+ENTRIES, MISFIT, COUNT = range(3)  # words of a warp's head
+HEAD_WORDS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Team:
+  """The warps that share a token, and the columns of each."""
+
+  width: int  # D
+  warps: int  # of a token
+
+  @classmethod
+  def for_width(cls, width: int) -> "Team":
+    """As few warps as have registers for a row."""
+    return cls(width, next(n for n in (1, 2, 4) if n * MAX_WIDTH >= width))
+
+  @property
+  def tokens(self) -> int:
+    """Tokens of a warpgroup."""
+    return WARPS // self.warps
+
+  @property
+  def slice(self) -> int:
+    """Columns of a warp; those of a token's last warp may be fewer."""
+    return -(-self.width // (128 * self.warps)) * 128
+
+  @property
+  def loads(self) -> int:
+    """16-byte loads of a lane for its part of a row."""
+    return -(-self.slice // _LOAD_COLUMNS)
+
+  def reaches_past(self, load: int) -> bool:
+    """Whether some lane has nothing to load there."""
+    shortest = min(self.slice, self.width - (self.warps - 1) * self.slice)
+    return (load + 1) * _LOAD_COLUMNS > shortest
+
+
+def list_entries(words_ref, first_token, entries_smem, heads_smem, team: Team, *, words: int, interpret: bool) -> None:
+  """Joins the tiles of each token into one list: `entries_smem[w]`, with its length and more in `heads_smem[w]`.
+
+  A token that overflows a tile or the list gets an empty one, and its head says so. Each lane takes a tile: one read
+  brings its count and first entries. A walk from tile to tile would wait for memory once a tile.
+  """
+  num_tokens, row_words = words_ref.shape
+  tiles, capacity = row_words // words, entries_smem.shape[1]
+  if interpret:
+    for warp in range(WARPS):
+      token = first_token + warp // team.warps
+      row = words_ref[jnp.minimum(token, num_tokens - 1)].reshape(tiles, words)
+      counts = jnp.where(token < num_tokens, row[:, 0].astype(jnp.int32), 0)
+      total = jnp.sum(counts)
+      misfit = jnp.any(counts >= words) | (total > capacity)
+      n = jax.lax.broadcasted_iota(jnp.int32, (tiles, words - 1), 1)
+      place = jnp.where(n < counts[:, None], jnp.cumsum(counts)[:, None] - counts[:, None] + n, capacity)
+      entries_smem[warp] = jnp.zeros((capacity,), jnp.uint32).at[place].set(row[:, 1:], mode="drop")
+      heads_smem[warp] = jnp.stack([jnp.where(misfit, 0, total), misfit.astype(jnp.int32), total, 0])
+    return
+
+  @plgpu.inline_mgpu(
+    arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT, plgpu.RefType(), plgpu.RefType()), return_type=None
+  )
+  def run(ctx, words_ref, first_token, entries, heads):
+    del ctx
+    lane, warp, token = _place(first_token, team)
+    row = ptx.offset(ptx.global_address(words_ref), token, 4 * row_words)
+    start = ptx.offset(ptx.shared_address(entries), warp, 4 * capacity)
+    head = ptx.offset(ptx.shared_address(heads), warp, 4 * HEAD_WORDS)
+    exists = f"setp.lt.u32 r, $3, {num_tokens};"
+    text = (
+      "{.reg .pred p, r, v, o; .reg .b32 c, s, t, a, j, e, n, over, end, w0, w1, w2, w3, w4, w5, w6, w7; .reg .b64 g, h;"
+      f"{exists} mov.b32 over, 0; mov.b32 n, 0; add.s32 end, $1, {4 * capacity};"
+    )
+    for group in range(-(-tiles // _LANES)):
+      text += (
+        f"add.u32 j, $2, {group * _LANES}; setp.lt.and.u32 v, j, {tiles}, r; mul.wide.u32 g, j, {4 * words};"
+        "add.u64 g, g, $0; mov.b32 w0, 0;"
+        "@v ld.global.cs.v4.b32 {w0, w1, w2, w3}, [g]; @v ld.global.cs.v4.b32 {w4, w5, w6, w7}, [g+16];"
+        f"setp.ge.u32 o, w0, {words}; @o mov.b32 over, 1; min.u32 c, w0, {words - 1}; mov.b32 s, c;"
+      )
+      for distance in (1, 2, 4, 8, 16):
+        text += f"shfl.sync.up.b32 t|p, s, {distance}, 0, {ptx.ALL_LANES}; @p add.s32 s, s, t;"
+      # a: where this lane's entries go, after those of the groups before (n) and of the lanes before (s - c)
+      text += "sub.s32 t, s, c; add.s32 t, t, n; shl.b32 t, t, 2; add.s32 a, t, $1;"
+      for k in range(1, _FIRST_WORDS):
+        text += f"setp.ge.u32 p, c, {k}; add.s32 t, a, {4 * (k - 1)}; setp.lt.and.u32 p, t, end, p; @p st.shared.b32 [t], w{k};"
+      text += (
+        f"mov.b32 j, {_FIRST_WORDS}; MORE{group}: setp.le.u32 p, j, c; @!p bra DONE{group};"
+        "mul.wide.u32 h, j, 4; add.u64 h, h, g; ld.global.cs.b32 e, [h]; shl.b32 t, j, 2; add.s32 t, t, a; add.s32 t, t, -4;"
+        f"setp.lt.u32 p, t, end; @p st.shared.b32 [t], e; add.s32 j, j, 1; bra MORE{group};"
+        # true counts, for the head
+        f"DONE{group}: bar.warp.sync {ptx.ALL_LANES}; redux.sync.add.u32 t, w0, {ptx.ALL_LANES}; add.u32 n, n, t;"
+      )
+    text += (
+      f"redux.sync.or.b32 over, over, {ptx.ALL_LANES}; setp.gt.u32 p, n, {capacity}; @p mov.b32 over, 1;"
+      "setp.ne.u32 o, over, 0; mov.b32 e, n; @o mov.b32 e, 0; mov.b32 t, 0;"
+      f"setp.eq.u32 p, $2, 0; @p st.shared.v4.b32 [$4], {{e, over, n, t}}; bar.warp.sync {ptx.ALL_LANES};}}"
+    )
+    ptx.asm((), [row, start, lane, token, head], text, "l,r,r,r,r")
+    return []
+
+  run(words_ref, first_token, entries_smem, heads_smem)
+
+
+def multiply_rows(
+  x_ref, w_ref, first_token, entries_smem, heads_smem, dots_smem, team: Team, *, unroll: int, interpret: bool
+) -> None:
+  """dots_smem[w, e] = this warp's part of x[token] . w[neuron of entry e]; a token that is not finite is a misfit."""
+  num_tokens = x_ref.shape[0]
+  if interpret:
+    w_FD, capacity = w_ref[...].astype(jnp.float32), entries_smem.shape[1]
+    for warp in range(WARPS):
+      columns = slice(warp % team.warps * team.slice, (warp % team.warps + 1) * team.slice)
+      x_D = x_ref[jnp.minimum(first_token + warp // team.warps, num_tokens - 1)].astype(jnp.float32)[columns]
+      head = heads_smem[warp]
+      neurons = jnp.where(jnp.arange(capacity) < head[ENTRIES], entries_smem[warp] & 0xFFFF, 0).astype(jnp.int32)
+      dots_smem[warp] = w_FD[:, columns][neurons] @ x_D
+      heads_smem[warp] = head.at[MISFIT].max((~jnp.all(jnp.isfinite(x_D))).astype(jnp.int32))
+    return
+
+  ref = plgpu.RefType()
+
+  @plgpu.inline_mgpu(arg_types=(ref, ref, plgpu.Layout.WG_SPLAT, ref, ref, ref), return_type=None)
+  def run(ctx, x_ref, w_ref, first_token, entries, heads, dots):
+    del ctx
+    capacity = ir.MemRefType(entries.type).shape[1]
+    lane, warp, token = _place(first_token, team)
+    row = Row(lane, warp, team, ir.MemRefType(x_ref.type).element_type)
+    token = _clamped(token, num_tokens)
+    words = row.load(row.start(ptx.global_address(x_ref), token), "ld.global.cs.v4.b32")
+    x = [value for word in words for value in row.unpack(word)]
+    head = ptx.offset(ptx.shared_address(heads), warp, 4 * HEAD_WORDS)
+    _note_if_not_finite(x, lane, head)
+    weights, keep = row.base(ptx.global_address(w_ref)), _keep_policy()
+    entry_of, dot_of = (ptx.offset(ptx.shared_address(s), warp, 4 * capacity) for s in (entries, dots))
+
+    def step(place, count, carry):
+      del carry
+      rows = [row.load_weights(weights, _neuron(_entry(entry_of, place, n)), keep) for n in range(count)]
+      for n, words in enumerate(rows):
+        dot = _warp_sum(_dot(row, words, x))
+        at = ptx.offset(dot_of, arith.addi(place, ptx.const(n)), 4)
+        ptx.asm((), [at, dot, lane], "{.reg .pred p; setp.eq.u32 p, $2, 0; @p st.shared.f32 [$0], $1;}", "r,f,r")
+      return []
+
+    loop(_load_head(head, ENTRIES), unroll, step, [])
+    if team.warps == 1:
+      ptx.asm((), [], f"bar.warp.sync {ptx.ALL_LANES};", "")
+    else:
+      utils.warpgroup_barrier()  # a token's dots are sums over its warps
+    return []
+
+  run(x_ref, w_ref, first_token, entries_smem, heads_smem, dots_smem)
+
+
+def add_rows(
+  w_ref,
+  start_ref,
+  first_token,
+  entries_smem,
+  heads_smem,
+  dots_smem,
+  out_ref,
+  l1_ref,
+  counts_ref,
+  team: Team,
+  *,
+  unroll: int,
+  interpret: bool,
+) -> None:
+  """out[token] = start[token] + sum over entries of h w[neuron]; h = value * dot, or the value if there are no dots.
+
+  Also writes sum |h| to l1[token] and the number of entries to counts[token, warp], -1 for a misfit, whose out and l1
+  mean nothing. A misfit is often known to one warp of a token only.
+  """
+  num_tokens, width = out_ref.shape
+  dtype = out_ref.dtype
+  if interpret:
+    w_FD, capacity = w_ref[...].astype(jnp.float32), entries_smem.shape[1]
+    for warp in range(WARPS):
+      token, part = first_token + warp // team.warps, warp % team.warps
+      columns = slice(part * team.slice, min((part + 1) * team.slice, width))
+      entries, head = entries_smem[warp], heads_smem[warp]
+      values = jax.lax.bitcast_convert_type((entries >> 16).astype(jnp.uint16), dtype).astype(jnp.float32)
+      if dots_smem is not None:
+        team_warps = range(warp - part, warp - part + team.warps)
+        values = values * sum(dots_smem[w] for w in team_warps)
+      present = jnp.arange(capacity) < head[ENTRIES]
+      h, neurons = jnp.where(present, values, 0), jnp.where(present, entries & 0xFFFF, 0).astype(jnp.int32)
+      rows = jnp.where(present[:, None], w_FD[:, columns][neurons], 0)
+
+      @pl.when(token < num_tokens)
+      def _(token=token, part=part, columns=columns, h=h, rows=rows, head=head):
+        begin = 0 if start_ref is None else start_ref[token, columns].astype(jnp.float32)
+        out_ref[token, columns] = (begin + h @ rows).astype(dtype)
+        counts_ref[token, part] = jnp.where(head[MISFIT] != 0, -1, head[COUNT])
+        if part == 0:
+          l1_ref[token] = jnp.sum(jnp.abs(h))
+
+    return
+
+  has_start, has_dots = start_ref is not None, dots_smem is not None
+  refs = [w_ref, entries_smem, heads_smem, out_ref, l1_ref, counts_ref]
+  refs += [start_ref] * has_start + [dots_smem] * has_dots
+
+  @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT, *[plgpu.RefType()] * len(refs)), return_type=None)
+  def run(ctx, first_token, w_ref, entries, heads, out_ref, l1_ref, counts_ref, *rest):
+    del ctx
+    rest = list(rest)
+    start_ref = rest.pop(0) if has_start else None
+    dots = rest.pop(0) if has_dots else None
+    capacity = ir.MemRefType(entries.type).shape[1]
+    lane, warp, token = _place(first_token, team)
+    row = Row(lane, warp, team, ir.MemRefType(out_ref.type).element_type)
+    safe_token = _clamped(token, num_tokens)
+    exists = arith.cmpi(arith.CmpIPredicate.ult, token, ptx.const(num_tokens))
+    weights, keep = row.base(ptx.global_address(w_ref)), _keep_policy()
+    entry_of = ptx.offset(ptx.shared_address(entries), warp, 4 * capacity)
+    head = ptx.offset(ptx.shared_address(heads), warp, 4 * HEAD_WORDS)
+    first_warp = arith.andi(warp, ptx.const(WARPS - team.warps))  # of the token
+
+    def hidden(place, entry):
+      value = row.value(entry)
+      if dots is None:
+        return value
+      parts = []
+      for n in range(team.warps):
+        at = ptx.offset(ptx.shared_address(dots), arith.addi(first_warp, ptx.const(n)), 4 * capacity)
+        parts.append(ptx.asm((ptx.f32(),), [ptx.offset(at, place, 4)], "ld.shared.f32 $0, [$1];", "=f,r"))
+      return arith.mulf(value, _sum(parts))
+
+    def step(place, count, carry):
+      l1, *acc = carry
+      listed = [_entry(entry_of, place, n) for n in range(count)]
+      rows = [row.load_weights(weights, _neuron(entry), keep) for entry in listed]
+      for n, (entry, words) in enumerate(zip(listed, rows)):
+        h = hidden(arith.addi(place, ptx.const(n)), entry)
+        l1 = ptx.asm((ptx.f32(),), [l1, h], "{.reg .f32 a; abs.f32 a, $2; add.f32 $0, $1, a;}", "=f,f,f", pure=True)
+        columns = [value for word in words for value in row.unpack(word)]
+        acc = [fma(value, h, a) for value, a in zip(columns, acc)]
+      return [l1, *acc]
+
+    if start_ref is None:
+      acc = [ptx.const_f32(0.0)] * (8 * team.loads)
+    else:
+      words = row.load(row.start(ptx.global_address(start_ref), safe_token), "ld.global.cs.v4.b32")
+      acc = [value for word in words for value in row.unpack(word)]
+    l1, *acc = loop(_load_head(head, ENTRIES), unroll, step, [ptx.const_f32(0.0), *acc])
+    row.store(row.start(ptx.global_address(out_ref), safe_token), acc, exists)
+
+    part = arith.subi(warp, first_warp)
+    first_lane = arith.andi(exists, arith.cmpi(arith.CmpIPredicate.eq, lane, ptx.const(0)))
+    at = ptx.offset(ptx.global_address(l1_ref), safe_token, 4)
+    writes_l1 = arith.andi(first_lane, arith.cmpi(arith.CmpIPredicate.eq, part, ptx.const(0)))
+    ptx.asm((), [at, l1, writes_l1], "@$2 st.global.f32 [$0], $1;", "l,f,b")
+    count = arith.addi(arith.muli(safe_token, ptx.const(team.warps)), part)
+    at = ptx.offset(ptx.global_address(counts_ref), count, 4)
+    fits = arith.cmpi(arith.CmpIPredicate.eq, _load_head(head, MISFIT), ptx.const(0))
+    value = arith.select(fits, _load_head(head, COUNT), ptx.const(0xFFFFFFFF))
+    ptx.asm((), [at, value, first_lane], "@$2 st.global.b32 [$0], $1;", "l,r,b")
+    return []
+
+  run(first_token, *refs)
+
+
+def dot_of_rows(
+  a: ir.Value, a_row: ir.Value, b: ir.Value, b_row: ir.Value, lane: ir.Value, width: int, dtype: ir.Type
+) -> ir.Value:
+  """The dot product of two rows of arrays [*, width], by one warp, in as many parts as registers ask for."""
+  row = Row(lane, ptx.const(0), Team(width, 1), dtype)
+  a, b = row.start(a, a_row), row.start(b, b_row)
+  parts, at_once = [], MAX_WIDTH // _LOAD_COLUMNS
+  for first in range(0, row.loads, at_once):
+    loads = range(first, min(first + at_once, row.loads))
+    a_words, b_words = (row.load(address, "ld.global.nc.v4.b32", loads=loads) for address in (a, b))
+    parts.append(_dot(row, b_words, [value for word in a_words for value in row.unpack(word)]))
+  return _warp_sum(_sum(parts))
+
+
+def unpack(dtype: ir.Type):
+  """Returns a function from a word to its two columns, as float32."""
+  text = (
+    "{.reg .b32 a, b; shl.b32 a, $2, 16; and.b32 b, $2, 0xffff0000; mov.b32 $0, a; mov.b32 $1, b;}"
+    if isinstance(dtype, ir.BF16Type)
+    else "{.reg .b16 l, h; mov.b32 {l, h}, $2; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h;}"
+  )
+  return lambda word: ptx.asm((ptx.f32(),) * 2, [word], text, "=f,=f,r", pure=True)
+
+
+class Row:
+  """A lane's part of a row: 8 neighbouring columns a load, a load every 256 columns, from its warp's slice."""
+
+  def __init__(self, lane, warp, team: Team, dtype: ir.Type):
+    self._team, self._is_bf16, self.loads = team, isinstance(dtype, ir.BF16Type), team.loads
+    self.unpack = unpack(dtype)
+    part = arith.andi(warp, ptx.const(team.warps - 1))
+    first = arith.muli(part, ptx.const(team.slice))
+    self._column = arith.addi(first, arith.muli(lane, ptx.const(_LOAD_BYTES // 2)))
+    end = arith.minui(arith.addi(first, ptx.const(team.slice)), ptx.const(team.width))
+    self._guards = {}
+    for load in range(team.loads):
+      if team.reaches_past(load):
+        column = arith.addi(self._column, ptx.const(load * _LOAD_COLUMNS))
+        self._guards[load] = arith.cmpi(arith.CmpIPredicate.ult, column, end)
+
+  def base(self, array: ir.Value) -> ir.Value:
+    """Address of the lane's part of row 0."""
+    return ptx.offset(array, self._column, 2)
+
+  def start(self, array: ir.Value, index: ir.Value) -> ir.Value:
+    """Address of the lane's part of a row."""
+    return ptx.offset(self.base(array), index, 2 * self._team.width)
+
+  def load(self, address: ir.Value, instruction: str, *policy: ir.Value, loads: range | None = None) -> list[ir.Value]:
+    """The lane's words, two columns each; zeros where it has no columns. `loads`: only some."""
+    words = []
+    for load in loads or range(self.loads):
+      at, operands, constraints = f"[$4+{load * 2 * _LOAD_COLUMNS}]", [address, *policy], "l" + ",l" * len(policy)
+      hint = ", $5" if policy else ""
+      read = f"{instruction} {{$0, $1, $2, $3}}, {at}{hint};"
+      outputs = "=r,=r,=r,=r"
+      if load in self._guards:
+        operands.append(self._guards[load])
+        constraints += ",b"
+        read = f"mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; @${3 + len(operands)} {read}"
+        outputs = "=&r,=&r,=&r,=&r"
+      words += ptx.asm((ptx.i32(),) * 4, operands, read, f"{outputs},{constraints}")
+    return words
+
+  def load_weights(self, base: ir.Value, neuron: ir.Value, keep: ir.Value) -> list[ir.Value]:
+    """The lane's words of a weight's row. Rows are what L2 is for; all else streams past it."""
+    address = ptx.offset(base, neuron, 2 * self._team.width)
+    return self.load(address, "ld.global.nc.L2::cache_hint.v4.b32", keep)
+
+  def store(self, address: ir.Value, values: list[ir.Value], exists: ir.Value) -> None:
+    """Rounds and writes the lane's columns."""
+    kind = "bf16x2" if self._is_bf16 else "f16x2"
+    words = [
+      ptx.asm((ptx.i32(),), [high, low], f"cvt.rn.{kind}.f32 $0, $1, $2;", "=r,f,f", pure=True)
+      for low, high in zip(values[::2], values[1::2])
+    ]
+    for load in range(self.loads):
+      guard = arith.andi(exists, self._guards[load]) if load in self._guards else exists
+      text = f"@$5 st.global.cs.v4.b32 [$0+{load * 2 * _LOAD_COLUMNS}], {{$1, $2, $3, $4}};"
+      ptx.asm((), [address, *words[4 * load : 4 * load + 4], guard], text, "l,r,r,r,r,b")
+
+  def value(self, entry: ir.Value) -> ir.Value:
+    """The value of an entry, its upper half."""
+    return self.unpack(entry)[1]
+
+
+def _place(first_token, team: Team) -> tuple[ir.Value, ir.Value, ir.Value]:
+  """(lane, warp, the warp's token), which may lie past the last."""
+  lane, warp = ptx.lane_and_warp()
+  own = arith.shrui(warp, ptx.const(team.warps.bit_length() - 1))
+  return lane, warp, arith.addi(ptx.scalar(first_token), own)
+
+
+def _clamped(token: ir.Value, num_tokens: int) -> ir.Value:
+  return arith.minui(token, ptx.const(num_tokens - 1))
+
+
+def _keep_policy() -> ir.Value:
+  return ptx.asm((ptx.i64(),), [], "createpolicy.fractional.L2::evict_last.b64 $0, 1.0;", "=l", pure=True)
+
+
+def _load_head(head: ir.Value, word: int) -> ir.Value:
+  return ptx.asm((ptx.i32(),), [head], f"ld.shared.b32 $0, [$1+{4 * word}];", "=r,r")
+
+
+def _entry(entries: ir.Value, place: ir.Value, n: int) -> ir.Value:
+  return ptx.asm((ptx.i32(),), [ptx.offset(entries, place, 4)], f"ld.shared.b32 $0, [$1+{4 * n}];", "=r,r")
+
+
+def _neuron(entry: ir.Value) -> ir.Value:
+  return arith.andi(entry, ptx.const(0xFFFF))
+
+
+def fma(a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+  return ptx.asm((ptx.f32(),), [a, b, c], "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", pure=True)
+
+
+def _sum(values: list[ir.Value]) -> ir.Value:
+  total, *rest = values
+  for value in rest:
+    total = arith.addf(total, value)
+  return total
+
+
+def _dot(row: Row, words: list[ir.Value], x: list[ir.Value]) -> ir.Value:
+  """Of a lane's columns; four chains, so that additions do not wait for one another."""
+  sums = [ptx.const_f32(0.0)] * 4
+  for n, word in enumerate(words):
+    for half, value in enumerate(row.unpack(word)):
+      k = (2 * n + half) % 4
+      sums[k] = fma(value, x[2 * n + half], sums[k])
+  return _sum([arith.addf(sums[0], sums[1]), arith.addf(sums[2], sums[3])])
+
+
+def _warp_sum(value: ir.Value) -> ir.Value:
+  for distance in (16, 8, 4, 2, 1):
+    value = arith.addf(value, utils.shfl_bfly(value, distance))
+  return value
+
+
+def _note_if_not_finite(x: list[ir.Value], lane: ir.Value, head: ir.Value) -> None:
+  """Sets MISFIT in the head: a finite number times zero is zero, anything else gives NaN."""
+  zero = ptx.const_f32(0.0)
+  total = zero
+  for value in x:
+    total = fma(value, zero, total)
+  text = (
+    "{.reg .pred p, q; .reg .b32 one; setp.neu.f32 p, $0, 0f00000000; vote.sync.any.pred q, p, "
+    f"{ptx.ALL_LANES}; mov.b32 one, 1; setp.eq.and.u32 p, $1, 0, q; @p st.shared.b32 [$2+{4 * MISFIT}], one;}}"
+  )
+  ptx.asm((), [total, lane, head], text, "f,r,r")
+
+
+def loop(count: ir.Value, unroll: int, step, carry: list[ir.Value]) -> list[ir.Value]:
+  """carry = step(place, n, carry) for n places at a time: `unroll` of them, then the rest one by one."""
+  index = ir.IndexType.get()
+  to_index = lambda value: arith.index_cast(index, value)
+  full = arith.muli(arith.divui(count, ptx.const(unroll)), ptx.const(unroll))
+  for first, last, stride in ((ptx.const(0), full, unroll), (full, count, 1)):
+    each = scf.ForOp(to_index(first), to_index(last), arith.constant(index, stride), carry)
+    with ir.InsertionPoint(each.body):
+      place = arith.index_cast(ptx.i32(), each.induction_variable)
+      scf.yield_(step(place, stride, list(each.inner_iter_args)))
+    carry = list(each.results)
+    if unroll == 1:
+      break
+  return carry

@@ -1,0 +1,128 @@
+"""The feed-forward block on Hopper: the kernels joined, the routes, what does not fit.
+
+Dimension key: M tokens, D model width, F hidden neurons, S words of a tile.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.twell import active_hopper, decode_hopper, gather_hopper, pack_hopper, reference, routing
+from pallas_kernels.twell.format import Spec, Twell
+from pallas_kernels.twell.reference import Sums
+
+DENSE, SPARSE = 0, 1
+_MAX_WIDTH = 8192  # what the four warps of a warpgroup hold of one token
+
+
+def unsupported(dtype, num_neurons: int, width: int, spec: Spec) -> str | None:
+  """Why the kernels cannot serve such arguments, or None if they can."""
+  if dtype not in (jnp.bfloat16, jnp.float16):
+    return f"{jnp.dtype(dtype).name} is neither bfloat16 nor float16"
+  if dtype != spec.value_dtype:
+    return f"x is {jnp.dtype(dtype).name}, but the values of {spec} are {spec.value_dtype.name}"
+  if spec.tile != pack_hopper.TILE:
+    return f"tiles of {spec.tile} columns; the kernel's have {pack_hopper.TILE}"
+  if spec.compression not in (2, 4, 8):
+    return f"compression={spec.compression}; the kernel has 2, 4 and 8"
+  if num_neurons == 0 or num_neurons % 128:
+    return f"F={num_neurons} neurons are no positive multiple of 128; pad the weights with zero rows"
+  if width == 0 or width % 128:
+    return f"model width D={width} is no positive multiple of 128; pad x and the weights with zero columns"
+  if width > _MAX_WIDTH:
+    return f"model width D={width} is above {_MAX_WIDTH}"
+  return None
+
+
+def pack(x_MD: jax.Array, w_FD: jax.Array, spec: Spec, *, interpret: bool) -> Twell:
+  """relu(x @ w.T), packed."""
+  return Twell(pack_hopper.pack(x_MD, w_FD, spec, interpret=interpret), spec, w_FD.shape[0])
+
+
+def feedforward(
+  x_MD: jax.Array,
+  w_gate_FD: jax.Array | None,
+  w_up_FD: jax.Array,
+  w_down_FD: jax.Array,
+  *,
+  spec: Spec,
+  route: str,
+  density_hint: float | jax.Array | None,
+  hot: int,
+  with_active: bool,
+  interpret: bool,
+) -> tuple[jax.Array, Sums, jax.Array]:
+  """Returns y_MD, sums over the tokens, and i32[] the route; the caller has checked all arguments.
+
+  Args:
+    x_MD: tokens.
+    w_gate_FD: None for the non-gated block.
+    w_up_FD: row n belongs to neuron n.
+    w_down_FD: row n belongs to neuron n.
+    spec: of the packed form.
+    route: "sparse" or "auto".
+    density_hint: for "auto".
+    hot: neurons at the start that are computed densely.
+    with_active: also say which neurons fired.
+    interpret: run the kernels in Mosaic's interpreter.
+  """
+  weights = w_gate_FD, w_up_FD, w_down_FD
+  options = dict(spec=spec, hot=hot, with_active=with_active, interpret=interpret)
+  sparse = functools.partial(_sparse, **options)
+  if x_MD.shape[0] <= decode_hopper.MAX_TOKENS:
+    sparse = functools.partial(decode_hopper.feedforward, with_active=with_active, interpret=interpret)
+  if route == "sparse":
+    return *sparse(x_MD, *weights), jnp.int32(SPARSE)
+
+  gathered = tuple(w for w in weights[1:] if w_gate_FD is not None or w is w_down_FD)
+  limit = routing.pays_below(gathered)
+  if density_hint is None:
+    if x_MD.shape[0] <= decode_hopper.MAX_TOKENS:
+      return *sparse(x_MD, *weights), jnp.int32(SPARSE)
+    # The hot neurons are dense on either route.
+    density_hint = routing.sample_density(x_MD, w_up_FD if w_gate_FD is None else w_gate_FD, hot)
+  if isinstance(density_hint, int | float):
+    chosen, taken = (sparse, SPARSE) if density_hint < limit else (functools.partial(_dense, **options), DENSE)
+    return *chosen(x_MD, *weights), jnp.int32(taken)
+  pays = density_hint < limit
+  y_MD, sums = jax.lax.cond(pays, sparse, functools.partial(_dense, **options), x_MD, *weights)
+  return y_MD, sums, jnp.where(pays, SPARSE, DENSE).astype(jnp.int32)
+
+
+def _dense(x_MD, w_gate_FD, w_up_FD, w_down_FD, *, spec, hot, with_active, interpret) -> tuple[jax.Array, Sums]:
+  del spec, hot, interpret
+  y_MD, sums = reference.feedforward(x_MD, w_gate_FD, w_up_FD, w_down_FD, spec=None, hot=0, with_active=with_active)
+  # Both branches of a cond must vary over the same mesh axes, and a constant varies over none.
+  return y_MD, sums._replace(overflow_rows=jnp.where(sums.l0 < 0, 1, 0).astype(jnp.int32))
+
+
+def _sparse(x_MD, w_gate_FD, w_up_FD, w_down_FD, *, spec, hot, with_active, interpret) -> tuple[jax.Array, Sums]:
+  gated = w_gate_FD is not None
+  firing_FD = w_gate_FD if gated else w_up_FD
+  words = pack_hopper.pack(x_MD, firing_FD, spec, first=hot, interpret=interpret)
+  start_MD = hot_l1_M = hot_l0_M = None
+  if hot:
+    firing_MH = reference.gate(x_MD, firing_FD[:hot])
+    h_MH = firing_MH * jnp.einsum("MD,FD->MF", x_MD, w_up_FD[:hot]) if gated else firing_MH
+    start_MD = jnp.einsum("MF,FD->MD", h_MH, w_down_FD[:hot])
+    hot_l1_M = jnp.sum(jnp.abs(h_MH), axis=1, dtype=jnp.float32)
+    hot_l0_M = jnp.sum(firing_MH != 0, axis=1, dtype=jnp.int32)
+  y_MD, l1_M, counts_M = gather_hopper.gather(
+    x_MD, words, w_up_FD if gated else None, w_down_FD, start_MD, interpret=interpret
+  )
+  misfit_M = counts_M < 0
+  if hot:
+    l1_M, counts_M = l1_M + hot_l1_M, counts_M + hot_l0_M
+  active_F = None
+  if with_active:
+    active_F = active_hopper.active(words, firing_FD.shape[0], interpret=interpret)
+    if hot:
+      active_F = active_F.at[:hot].set(jnp.any(firing_MH != 0, axis=0))
+  sums = Sums(
+    l1=jnp.sum(jnp.where(misfit_M, 0, l1_M)),
+    l0=jnp.sum(jnp.where(misfit_M, 0, counts_M), dtype=jnp.float32),
+    overflow_rows=jnp.sum(misfit_M, dtype=jnp.int32),
+    active_F=active_F,
+  )
+  return routing.compute_misfits(x_MD, (w_gate_FD, w_up_FD, w_down_FD), misfit_M, y_MD, sums)

@@ -1,0 +1,106 @@
+"""Which route pays, decided on the device; and the dense computation of those rows that do not fit the packed form.
+
+All branches are straight-line code: XLA then keeps a whole call in one CUDA graph, whose conditional nodes read their
+predicate on the device. A loop of unknown length would send its predicate to the host, and wait for the answer.
+
+Dimension key: M tokens, D model width, F hidden neurons.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.twell import reference
+from pallas_kernels.twell.reference import Sums
+
+_SAMPLED_SHARE = 128  # one row of so many is looked at
+_MIN_SAMPLE = 64
+# Where the rows of all active neurons cost as much as the products that they replace: L2 at 8.7 TB/s against tensor
+# cores at 700 TFLOP/s, whatever D and F are. Measured on an H200: 1.25 % at 16384 tokens, 1.4 % at 131072.
+_PAYS_BELOW = 0.0125
+_PAYS_BELOW_BEYOND_L2 = 0.006  # rows then come from memory, at half the rate
+_L2_BYTES = 48 << 20
+_CHUNK = 8192  # rows computed densely at a time, which bounds the temporaries
+_RUNGS = (256, 2048, 8192, 32768)  # numbers of rows that have a program of their own; above, all rows are computed
+
+
+def sample_rows(num_tokens: int) -> np.ndarray:
+  """i32[S]: rows whose gate speaks for all; one from each of S equal parts, at places without a period."""
+  size = min(num_tokens, max(_MIN_SAMPLE, num_tokens // _SAMPLED_SHARE))
+  golden = (np.arange(size) * 0.6180339887498949) % 1.0
+  return np.minimum((np.arange(size) + golden) * num_tokens / size, num_tokens - 1).astype(np.int32)
+
+
+def sample_density(x_MD: jax.Array, w_FD: jax.Array, hot: int) -> jax.Array:
+  """f32[], share of the neurons from `hot` on that fire, from a sample of rows; w_FD decides which do."""
+  gate_SF = reference.gate(x_MD[sample_rows(x_MD.shape[0])], w_FD)
+  return jnp.mean(gate_SF[:, hot:] != 0, dtype=jnp.float32)
+
+
+def pays_below(weights: tuple[jax.Array, ...]) -> float:
+  """Density below which the sparse route is the faster one; `weights` are those whose rows it gathers."""
+  beyond = sum(w.size * w.dtype.itemsize for w in weights) > _L2_BYTES
+  return _PAYS_BELOW_BEYOND_L2 if beyond else _PAYS_BELOW
+
+
+def compute_misfits(
+  x_MD: jax.Array,
+  weights: tuple[jax.Array | None, jax.Array, jax.Array],
+  misfit_M: jax.Array,
+  y_MD: jax.Array,
+  sums: Sums,
+) -> tuple[jax.Array, Sums]:
+  """Replaces the rows of y where misfit_M holds by those of the dense block, and adds their sums.
+
+  The number of such rows picks one of a few programs, each for up to so many; none computes more than `_CHUNK` rows at
+  once. The others keep their bits.
+  """
+  num_tokens = x_MD.shape[0]
+  rungs = [rung for rung in _RUNGS if rung < num_tokens] + [num_tokens]
+  number = jnp.sum(misfit_M, dtype=jnp.int32)
+  # 0: nothing to do; n: the first rung that holds them all
+  branch = jnp.where(number == 0, 0, 1 + jnp.sum(number > jnp.asarray(rungs[:-1], jnp.int32), dtype=jnp.int32))
+
+  def nothing(y_MD, sums):
+    return y_MD, sums
+
+  def some(rung: int) -> Callable:
+    def run(y_MD, sums):
+      upto_M = jnp.cumsum(misfit_M.astype(jnp.int32))
+      for first in range(0, rung, _CHUNK):
+        wanted = first + jnp.arange(min(_CHUNK, rung - first), dtype=jnp.int32)
+        # The row at which the count passes `wanted`; past the last row, each at a place of its own, if there is none.
+        rows = jnp.where(wanted < number, jnp.searchsorted(upto_M, wanted, side="right"), num_tokens + wanted)
+        x_RD = x_MD.at[rows].get(mode="fill", fill_value=0)
+        y_RD, more = _dense(x_RD, weights, sums)
+        y_MD = y_MD.at[rows].set(y_RD, mode="drop", unique_indices=True)
+        sums = _add(sums, more)
+      return y_MD, sums
+
+    return run
+
+  def all_rows(y_MD, sums):
+    parts = []
+    for first in range(0, num_tokens, _CHUNK):
+      part = slice(first, min(first + _CHUNK, num_tokens))
+      misfit_R1 = misfit_M[part, None]
+      # Rows that fit are zeros here: nothing fires, nothing is counted twice.
+      y_RD, more = _dense(jnp.where(misfit_R1, x_MD[part], jnp.zeros((), x_MD.dtype)), weights, sums)
+      parts.append(jnp.where(misfit_R1, y_RD, y_MD[part]))
+      sums = _add(sums, more)
+    return jnp.concatenate(parts), sums
+
+  branches = [nothing, *[some(rung) for rung in rungs[:-1]], all_rows]
+  y_MD, sums = jax.lax.switch(branch, branches, y_MD, sums)
+  return y_MD, sums._replace(overflow_rows=number)
+
+
+def _dense(x_RD, weights, sums: Sums) -> tuple[jax.Array, Sums]:
+  return reference.feedforward(x_RD, *weights, spec=None, hot=0, with_active=sums.active_F is not None)
+
+
+def _add(a: Sums, b: Sums) -> Sums:
+  active_F = None if a.active_F is None else a.active_F | b.active_F
+  return Sums(a.l1 + b.l1, a.l0 + b.l0, a.overflow_rows, active_F)
