@@ -10,17 +10,22 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 ALL_LANES = "0xffffffff"
+# Inclusive sum of `s` over the lanes of a warp; needs registers `t` and `p`.
+SCAN = "".join(f"shfl.sync.up.b32 t|p, s, {by}, 0, {ALL_LANES}; @p add.s32 s, s, t;" for by in (1, 2, 4, 8, 16))
 
 
 def i32() -> ir.Type:
+  """32-bit integers."""
   return ir.IntegerType.get_signless(32)
 
 
 def i64() -> ir.Type:
+  """64-bit integers, and addresses in global memory."""
   return ir.IntegerType.get_signless(64)
 
 
 def f32() -> ir.Type:
+  """float32."""
   return ir.F32Type.get()
 
 
@@ -30,6 +35,7 @@ def const(value: int) -> ir.Value:
 
 
 def const_f32(value: float) -> ir.Value:
+  """A float32."""
   return arith.constant(f32(), value)
 
 
@@ -46,6 +52,21 @@ def asm(results: tuple[ir.Type, ...], operands: list[ir.Value], text: str, const
   if len(results) > 1:
     return tuple(llvm.extractvalue(t, value, [n]) for n, t in enumerate(results))
   return value
+
+
+def list_bits(count: str, address: str, *, label: int) -> str:
+  """PTX that lists the set bits of every lane's word `b`, which is the i-th of an array: 32 i + n for its bit n.
+
+  The entries have 16 bits and start at address + 2 * count; `count` grows by their number. Uses a, c, e, i, s, t and p.
+  """
+  return (
+    f"popc.b32 c, b; mov.b32 s, c; {SCAN} sub.s32 a, s, c; add.s32 a, a, {count}; shl.b32 a, a, 1;"
+    f"add.s32 a, a, {address}; shl.b32 i, i, 5;"
+    f"MORE{label}: setp.ne.b32 p, b, 0; @!p bra DONE{label}; brev.b32 t, b; clz.b32 t, t; add.u32 e, i, t;"
+    "{.reg .b16 h; cvt.u16.u32 h, e; st.shared.b16 [a], h;} add.s32 a, a, 2;"
+    f"sub.u32 t, b, 1; and.b32 b, b, t; bra MORE{label};"
+    f"DONE{label}: bar.warp.sync {ALL_LANES}; shfl.sync.idx.b32 t, s, 31, 31, {ALL_LANES}; add.u32 {count}, {count}, t;"
+  )
 
 
 def lane_and_warp() -> tuple[ir.Value, ir.Value]:

@@ -11,9 +11,9 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.experimental import pallas as pl
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf
 
@@ -94,7 +94,7 @@ def list_entries(words_ref, first_token, entries_smem, heads_smem, team: Team, *
     head = ptx.offset(ptx.shared_address(heads), warp, 4 * HEAD_WORDS)
     exists = f"setp.lt.u32 r, $3, {num_tokens};"
     text = (
-      "{.reg .pred p, r, v, o; .reg .b32 c, s, t, a, j, e, n, over, end, w0, w1, w2, w3, w4, w5, w6, w7; .reg .b64 g, h;"
+      "{.reg .pred p, r, v, o; .reg .b32 c, s, t, a, j, e, n, over, end, w<8>; .reg .b64 g, h;"
       f"{exists} mov.b32 over, 0; mov.b32 n, 0; add.s32 end, $1, {4 * capacity};"
     )
     for group in range(-(-tiles // _LANES)):
@@ -104,16 +104,15 @@ def list_entries(words_ref, first_token, entries_smem, heads_smem, team: Team, *
         "@v ld.global.cs.v4.b32 {w0, w1, w2, w3}, [g]; @v ld.global.cs.v4.b32 {w4, w5, w6, w7}, [g+16];"
         f"setp.ge.u32 o, w0, {words}; @o mov.b32 over, 1; min.u32 c, w0, {words - 1}; mov.b32 s, c;"
       )
-      for distance in (1, 2, 4, 8, 16):
-        text += f"shfl.sync.up.b32 t|p, s, {distance}, 0, {ptx.ALL_LANES}; @p add.s32 s, s, t;"
+      text += ptx.SCAN
       # a: where this lane's entries go, after those of the groups before (n) and of the lanes before (s - c)
       text += "sub.s32 t, s, c; add.s32 t, t, n; shl.b32 t, t, 2; add.s32 a, t, $1;"
       for k in range(1, _FIRST_WORDS):
         text += f"setp.ge.u32 p, c, {k}; add.s32 t, a, {4 * (k - 1)}; setp.lt.and.u32 p, t, end, p; @p st.shared.b32 [t], w{k};"
       text += (
         f"mov.b32 j, {_FIRST_WORDS}; MORE{group}: setp.le.u32 p, j, c; @!p bra DONE{group};"
-        "mul.wide.u32 h, j, 4; add.u64 h, h, g; ld.global.cs.b32 e, [h]; shl.b32 t, j, 2; add.s32 t, t, a; add.s32 t, t, -4;"
-        f"setp.lt.u32 p, t, end; @p st.shared.b32 [t], e; add.s32 j, j, 1; bra MORE{group};"
+        "mul.wide.u32 h, j, 4; add.u64 h, h, g; ld.global.cs.b32 e, [h];"
+        f"shl.b32 t, j, 2; add.s32 t, t, a; add.s32 t, t, -4; setp.lt.u32 p, t, end; @p st.shared.b32 [t], e; add.s32 j, j, 1; bra MORE{group};"
         # true counts, for the head
         f"DONE{group}: bar.warp.sync {ptx.ALL_LANES}; redux.sync.add.u32 t, w0, {ptx.ALL_LANES}; add.u32 n, n, t;"
       )
@@ -289,18 +288,19 @@ def add_rows(
   run(first_token, *refs)
 
 
-def dot_of_rows(
-  a: ir.Value, a_row: ir.Value, b: ir.Value, b_row: ir.Value, lane: ir.Value, width: int, dtype: ir.Type
-) -> ir.Value:
-  """The dot product of two rows of arrays [*, width], by one warp, in as many parts as registers ask for."""
-  row = Row(lane, ptx.const(0), Team(width, 1), dtype)
-  a, b = row.start(a, a_row), row.start(b, b_row)
-  parts, at_once = [], MAX_WIDTH // _LOAD_COLUMNS
+def dots_of_rows(
+  a: ir.Value, b: ir.Value, pairs: list[tuple[ir.Value, ir.Value]], lane: ir.Value, width: int, dtype: ir.Type
+) -> list[ir.Value]:
+  """Of each pair (row of a, row of b) the dot product, by one warp; arrays are [*, width]. All pairs are read first."""
+  row, at_once = Row(lane, ptx.const(0), Team(width, 1), dtype), MAX_WIDTH // _LOAD_COLUMNS
+  starts = [(row.start(a, a_row), row.start(b, b_row)) for a_row, b_row in pairs]
+  parts: list[list[ir.Value]] = [[] for _ in pairs]
   for first in range(0, row.loads, at_once):
     loads = range(first, min(first + at_once, row.loads))
-    a_words, b_words = (row.load(address, "ld.global.nc.v4.b32", loads=loads) for address in (a, b))
-    parts.append(_dot(row, b_words, [value for word in a_words for value in row.unpack(word)]))
-  return _warp_sum(_sum(parts))
+    read = [[row.load(address, "ld.global.nc.v4.b32", loads=loads) for address in start] for start in starts]
+    for part, (a_words, b_words) in zip(parts, read):
+      part.append(_dot(row, b_words, [value for word in a_words for value in row.unpack(word)]))
+  return [_warp_sum(_sum(part)) for part in parts]
 
 
 def unpack(dtype: ir.Type):
@@ -403,6 +403,7 @@ def _neuron(entry: ir.Value) -> ir.Value:
 
 
 def fma(a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+  """a * b + c in float32."""
   return ptx.asm((ptx.f32(),), [a, b, c], "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", pure=True)
 
 

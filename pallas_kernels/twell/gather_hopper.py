@@ -10,7 +10,6 @@ Dimension key: M tokens, D model width, F neurons, S words of a tile.
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +23,8 @@ from pallas_kernels.twell.format import ROW_CAPACITY
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-  dots_unroll: int = 2  # rows on their way in the first pass, beside x
-  sums_unroll: int = 2  # and in the second, beside y
+  dots_unroll: int = 1  # rows on their way in the first pass, beside x
+  sums_unroll: int = 1  # and in the second, beside y
 
   def __post_init__(self):
     for name in ("dots_unroll", "sums_unroll"):

@@ -64,7 +64,7 @@ def pack(
 
   Rows past the end of an operand arrive as zeros, so that they give no entries.
   """
-  (num_rows, width), num_neurons = x_MD.shape, w_FD.shape[0]
+  num_rows, num_neurons = x_MD.shape[0], w_FD.shape[0]
   tiles = spec.tiles(num_neurons - first)
   if num_rows == 0 or tiles == 0:
     return jnp.zeros((num_rows, tiles, spec.words), jnp.uint32)
