@@ -18,11 +18,10 @@ from absl import flags
 
 from pallas_kernels import bench
 from sparse_lm import flags as config_flags
-from sparse_lm.benchmark import record_cases
+from sparse_lm.benchmark import RECORD, record_cases
 from sparse_lm.config import LmConfig
 from sparse_lm.errors import UserError
 
-_RECORD = flags.DEFINE_string("record", None, "new folder for config.json, env.json, metrics.jsonl, table.md")
 _MODEL = flags.DEFINE_string("model", "paper_1_5b", "file of configs/lm")
 _FILE_GB = flags.DEFINE_list("file_gb", ["5", "1"], "largest file of the checkpoint, a case each")
 _SCRATCH = flags.DEFINE_string(
@@ -36,10 +35,10 @@ def main(argv: list[str]) -> None:
   """Measures, records, prints."""
   if argv[1:]:
     raise UserError(f"{argv[1]!r} is not a flag; write --name=value")
-  if not _RECORD.value:
+  if not RECORD.value:
     raise UserError("--record is missing; name a new folder, such as --record=runs/bench_convert")
   asked = {name: flags.FLAGS[name].value for name in ("model", "file_gb")}
-  record_cases(_RECORD.value, asked, _cases(), table)
+  record_cases(RECORD.value, asked, _cases(), table)
 
 
 def _cases() -> Iterator[Json]:

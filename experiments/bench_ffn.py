@@ -25,12 +25,11 @@ from absl import flags
 from pallas_kernels import bench, device, twell
 from pallas_kernels.twell import reference, shapes
 from pallas_kernels.twell.shapes import Activity, FfnShape, Weights
-from sparse_lm.benchmark import record_cases
+from sparse_lm.benchmark import RECORD, record_cases
 from sparse_lm.errors import UserError
 from sparse_lm.flags import run
 
 _WHAT = flags.DEFINE_list("what", None, "what to measure: inference")
-_RECORD = flags.DEFINE_string("record", None, "new folder for config.json, env.json, metrics.jsonl, table.md")
 _CASES = flags.DEFINE_list("cases", [], "names of cases, or what names start with: density,pattern/trained; none: all")
 _REPEATS = flags.DEFINE_integer("repeats", 9, "samples of a time, of which the median counts", lower_bound=1)
 
@@ -59,7 +58,7 @@ def main(argv: list[str]) -> None:
   """Runs on a Hopper GPU; on anything else a time would mean nothing, so there is none."""
   if argv[1:]:
     raise UserError(f"{argv[1]!r} is not a flag; write --name=value")
-  if not _WHAT.value or not _RECORD.value:
+  if not _WHAT.value or not RECORD.value:
     raise UserError("--what=inference and --record=FOLDER are needed; name a new folder, such as --record=runs/ffn")
   if bad := [what for what in _WHAT.value if what not in _CASES_OF]:
     raise UserError(f"--what={bad[0]!r} is none of {', '.join(_CASES_OF)}")
@@ -67,7 +66,7 @@ def main(argv: list[str]) -> None:
   if (reason := device.missing_hopper()) is not None:
     raise UserError(f"bench_ffn measures kernels for sm_90: {reason}; no times were taken")
   asked = {"what": _WHAT.value, "repeats": _REPEATS.value, "cases": list(cases)}
-  record_cases(_RECORD.value, asked, measure(cases, samples=_REPEATS.value), table)
+  record_cases(RECORD.value, asked, measure(cases, samples=_REPEATS.value), table)
 
 
 def inference_cases() -> dict[str, Case]:

@@ -19,7 +19,7 @@ from flax import nnx
 from pallas_kernels import bench
 from sparse_lm import data
 from sparse_lm import flags as config_flags
-from sparse_lm.benchmark import record_cases
+from sparse_lm.benchmark import RECORD, record_cases
 from sparse_lm.config import LmConfig, PrecisionConfig
 from sparse_lm.errors import UserError
 from sparse_lm.inference import OpenedModel
@@ -31,7 +31,6 @@ from sparse_lm.tables import decode_table
 from sparse_lm.training.mfu import peak_bytes_per_second
 
 _WHAT = flags.DEFINE_enum("what", None, ["decode", "loop"], "what to measure")
-_RECORD = flags.DEFINE_string("record", None, "new folder for config.json, env.json, metrics.jsonl, table.md")
 _MODELS = flags.DEFINE_list("models", ["paper_1_5b"], "decode: files of configs/lm")
 _BATCH = flags.DEFINE_list("batch", ["1", "8", "64"], "decode: sequences; loop takes the first")
 _PROMPT = flags.DEFINE_integer("prompt", 128, "tokens of each prompt", lower_bound=1)
@@ -50,11 +49,11 @@ def main(argv: list[str]) -> None:
   for name, values in (("batch", _BATCH.value), ("slots", _SLOTS.value)):
     if bad := [value for value in values if not value.isdigit() or int(value) == 0]:
       raise UserError(f"--{name}={bad[0]!r} must be positive integers, separated by commas")
-  if _WHAT.value is None or _RECORD.value is None:
+  if _WHAT.value is None or RECORD.value is None:
     raise UserError("--what=decode|loop and --record=FOLDER are needed; for example --what=loop --record=runs/bench")
   names = ("what", "models", "batch", "prompt", "slots", "tokens", "repeats")
   cases, table = (decode_cases, decode_table) if _WHAT.value == "decode" else (loop_cases, loop_table)
-  record_cases(_RECORD.value, {name: flags.FLAGS[name].value for name in names}, cases(), table)
+  record_cases(RECORD.value, {name: flags.FLAGS[name].value for name in names}, cases(), table)
 
 
 def decode_cases():

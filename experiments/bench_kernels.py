@@ -16,10 +16,10 @@ from absl import flags
 
 from pallas_kernels import bench, device
 from pallas_kernels.embedding import bag_hopper, reference, shapes
+from sparse_lm.benchmark import RECORD
 from sparse_lm.errors import UserError
 from sparse_lm.flags import run
 
-_RECORD = flags.DEFINE_string("record", None, "New folder for config.json, env.json, metrics.jsonl, table.md.")
 _ONLY = flags.DEFINE_string("only", "", "Run only cases whose name contains this.")
 _SWEEP = flags.DEFINE_bool("sweep", False, "Also time the Configs beside the default, for tuning.")
 
@@ -148,10 +148,10 @@ def main(argv: list[str]) -> None:
     raise UserError(f"{argv[1]!r} is not a flag; write --name=value")
   if (reason := device.missing_hopper()) is not None:
     raise UserError(f"bench_kernels measures kernels for sm_90: {reason}; no times were taken")
-  if not _RECORD.value:
+  if not RECORD.value:
     raise UserError("--record is missing; name a new folder, such as --record=runs/bench_kernels")
   try:
-    print(run_cases(_RECORD.value, only=_ONLY.value, sweep=_SWEEP.value))
+    print(run_cases(RECORD.value, only=_ONLY.value, sweep=_SWEEP.value))
   except FileExistsError as error:
     raise UserError(str(error)) from None
 

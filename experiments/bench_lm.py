@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import bench
 from sparse_lm import config_io, data
 from sparse_lm import flags as config_flags
-from sparse_lm.benchmark import record_cases
+from sparse_lm.benchmark import RECORD, record_cases
 from sparse_lm.config import FFN_IMPLEMENTATIONS, LmConfig, ModelConfig
 from sparse_lm.errors import UserError, first_line
 from sparse_lm.models.sparsified import sparsified
@@ -45,7 +45,6 @@ from sparse_lm.training.progress import Progress
 from sparse_lm.training.state import COMPILER_OPTIONS, make_init, make_train_step
 
 _WHAT = flags.DEFINE_enum("what", None, ["dense", "sparse", "loop"], "what to measure")
-_RECORD = flags.DEFINE_string("record", None, "new folder for config.json, env.json, metrics.jsonl, table.md")
 _MODELS = flags.DEFINE_list(
   "models", ["paper_0_5b", "paper_1b", "paper_1_5b", "paper_2b"], "dense, sparse: files of configs/lm"
 )
@@ -70,7 +69,7 @@ def main(argv: list[str]) -> None:
     raise UserError(f"--train_batch={bad[0]!r} must be positive integers, separated by commas")
   if bad := [x for x in _NON_ZEROS.value if not re.fullmatch(r"\d*\.?\d+", x) or float(x) == 0]:
     raise UserError(f"--non_zeros={bad[0]!r} must be positive numbers, separated by commas")
-  if _WHAT.value is None or _RECORD.value is None:
+  if _WHAT.value is None or RECORD.value is None:
     raise UserError(
       "--what=dense|sparse|loop and --record=FOLDER are needed; for example --what=loop --record=runs/bench_loop"
     )
@@ -81,7 +80,7 @@ def main(argv: list[str]) -> None:
     "sparse": (sparse_cases, sparse_table),
     "loop": (loop_cases, loop_table),
   }[_WHAT.value]
-  record_cases(_RECORD.value, asked, cases(), table)
+  record_cases(RECORD.value, asked, cases(), table)
 
 
 def dense_cases():

@@ -9,6 +9,8 @@ Dimension key: M, N, K rows, columns and contraction of a matrix product.
 
 import collections.abc
 import contextlib
+import math
+import os
 
 import jax
 import jax.numpy as jnp
@@ -31,12 +33,20 @@ def check_smem(name: str, needed: int) -> None:
     )
 
 
+def operand_transforms() -> tuple:
+  """How a wgmma operand of 16-bit values lies in shared memory: tiles of 8 rows x 128 bytes, swizzled."""
+  return plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)  # type: ignore[abstract]
+
+
 def kernel(body, *, out_type, interpret: bool, **options) -> collections.abc.Callable:
   """`plgpu.kernel` with our interpreter settings, and with results that vary over the mesh axes of its operands.
 
   Inside `jax.shard_map(check_vma=True)` every value carries the mesh axes over which it varies; an opaque kernel has to
   state them for its result, and the union over the operands is the only claim that is always true.
   """
+
+  if interpret:
+    _require_threads(options.get("num_threads") or 1, options.get("cluster", ()))
 
   def launch(*operands):
     varying = frozenset().union(*(jax.typeof(x).mat.varying for x in operands))
@@ -47,19 +57,38 @@ def kernel(body, *, out_type, interpret: bool, **options) -> collections.abc.Cal
   return launch
 
 
+def _require_threads(num_threads: int, cluster: tuple[int, ...]) -> None:
+  """Raises where the interpreter would hang: its threads wait for one another, and XLA has one a core or CPU device."""
+  needed = num_threads * math.prod(cluster)
+  available = max(int(os.environ.get("NPROC", os.cpu_count() or 1)), jax.device_count("cpu"))
+  if needed > available:
+    raise RuntimeError(
+      f"the interpreter runs this kernel in {needed} threads, and JAX has {available} on this machine, so it would"
+      " hang; start Python with NPROC=16 in its environment"
+    )
+
+
 @contextlib.contextmanager
 def no_races():
   """Fails if an interpreted kernel inside raced; leaves a clean interpreter behind, also after an exception.
 
-  The verdict is that of the last kernel inside, so enter once for each kernel call, and wait for its result inside.
+  Wait for the results inside.
   """
+  states = []
+  original = _interpreter.GPURaceDetectionState
+
+  def remembered(**options):  # the interpreter keeps the state of the last kernel only
+    states.append(original(**options))
+    return states[-1]
+
   _interpreter.reset_gpu_interpret_mode_state()
+  _interpreter.GPURaceDetectionState = remembered  # type: ignore[assignment, misc]
   try:
     yield
-    races = _interpreter._races  # None when no kernel was called, as for an empty result
-    if races is not None and races.races_found:
+    if any(state.races_found for state in states):
       raise AssertionError("the interpreter found a data race; its report is on standard output")
   finally:
+    _interpreter.GPURaceDetectionState = original  # type: ignore[misc]
     _interpreter.reset_gpu_interpret_mode_state()
 
 

@@ -5,9 +5,11 @@ Inline code sees one lane: its registers, its place in the warp, raw addresses. 
 interpreter a stand-in beside it, and has a test of its own on the GPU.
 """
 
+from collections.abc import Callable
+
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
 ALL_LANES = "0xffffffff"
 # Inclusive sum of `s` over the lanes of a warp; needs registers `t` and `p`.
@@ -31,12 +33,12 @@ def f32() -> ir.Type:
 
 def const(value: int) -> ir.Value:
   """An i32; values from 2^31 on are taken as unsigned."""
-  return arith.constant(i32(), value if value < 1 << 31 else value - (1 << 32))
+  return arith.constant(i32(), value if value < 1 << 31 else value - (1 << 32))  # type: ignore  # stubs lack this form
 
 
 def const_f32(value: float) -> ir.Value:
   """A float32."""
-  return arith.constant(f32(), value)
+  return arith.constant(f32(), value)  # type: ignore  # stubs lack this form
 
 
 def asm(results: tuple[ir.Type, ...], operands: list[ir.Value], text: str, constraints: str, *, pure: bool = False):
@@ -90,6 +92,16 @@ def offset(address: ir.Value, index: ir.Value, stride: int) -> ir.Value:
   if address.type == i64():
     return asm((i64(),), [index, address], f"mad.wide.u32 $0, $1, {stride}, $2;", "=l,r,l", pure=True)
   return arith.addi(address, arith.muli(index, const(stride)))
+
+
+def for_each(first: ir.Value, last: ir.Value, stride: int, step: Callable, carry: list[ir.Value]) -> list[ir.Value]:
+  """carry = step(n, carry) for n = first, first + stride, ... below last, all i32; returns the last carry."""
+  index = ir.IndexType.get()
+  bounds = (arith.index_cast(index, first), arith.index_cast(index, last), arith.constant(index, stride))  # type: ignore  # as above
+  loop = scf.ForOp(*bounds, carry)  # type: ignore  # stubs lack this form
+  with ir.InsertionPoint(loop.body):
+    scf.yield_(step(arith.index_cast(i32(), loop.induction_variable), list(loop.inner_iter_args)))
+  return list(loop.results)
 
 
 def scalar(array) -> ir.Value:

@@ -1,11 +1,15 @@
-"""What every benchmark of models does with its cases: records each as it comes, then prints them as one table."""
+"""What every benchmark shares: its flag --record, cases recorded as they come and printed as one table."""
 
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from absl import flags
+
 from pallas_kernels import bench
 from sparse_lm.errors import UserError
+
+RECORD = flags.DEFINE_string("record", None, "new folder for config.json, env.json, metrics.jsonl, table.md")
 
 Json = dict[str, Any]
 

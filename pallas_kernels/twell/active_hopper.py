@@ -14,18 +14,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith
 
 from pallas_kernels import mosaic, ptx
+from pallas_kernels.twell import bits
 
-_BITS = 32
 _TILES_OF_A_BLOCK = 4096  # 32 of each lane
 _FIRST_WORDS = 8  # of a tile, read at once
 
 
+@functools.partial(jax.jit, static_argnames=("num_neurons", "interpret"))
 def active(words_MTS: jax.Array, num_neurons: int, *, interpret: bool) -> jax.Array:
   """Returns bool[F], true for a neuron with an entry; of a tile that overflows, those that it holds."""
   num_tokens, tiles, words = words_MTS.shape
   if num_tokens * tiles == 0:
     return jnp.zeros((num_neurons,), bool)
-  bitmap = -(-num_neurons // (_BITS * mosaic.LANES)) * mosaic.LANES  # words, one or more a lane
+  bitmap = -(-num_neurons // (bits.BITS * mosaic.LANES)) * mosaic.LANES  # words, one or more a lane
   blocks = -(-num_tokens * tiles // _TILES_OF_A_BLOCK)
   bits_BW = mosaic.kernel(
     functools.partial(_kernel, interpret=interpret),
@@ -37,8 +38,7 @@ def active(words_MTS: jax.Array, num_neurons: int, *, interpret: bool) -> jax.Ar
     interpret=interpret,
   )(words_MTS.reshape(num_tokens * tiles, words))
   bits_W = lax.reduce(bits_BW, jnp.uint32(0), lax.bitwise_or, (0,))
-  fired = (bits_W[:, None] >> jnp.arange(_BITS, dtype=jnp.uint32)) & 1
-  return fired.reshape(-1)[:num_neurons] != 0
+  return bits.expand(bits_W)[:num_neurons]
 
 
 def _kernel(words_ref, out_ref, bits_smem, *, interpret: bool):
@@ -55,15 +55,14 @@ def _set_bits(words_ref, bits_smem, first_tile, *, interpret: bool) -> None:
   if interpret:
     tiles = first_tile + jnp.arange(_TILES_OF_A_BLOCK)
     rows = words_ref[...].at[tiles].get(mode="fill", fill_value=0)
-    present = jnp.arange(words - 1) < rows[:, :1]
-    neurons = jnp.where(present, rows[:, 1:] & 0xFFFF, bits_smem.shape[0] * _BITS).astype(jnp.int32)
-    fired = jnp.zeros((bits_smem.shape[0] * _BITS,), bool).at[neurons].set(True, mode="drop")
-    weights = jnp.uint32(1) << jnp.arange(_BITS, dtype=jnp.uint32)
-    bits_smem[...] |= jnp.sum(fired.reshape(-1, _BITS) * weights, axis=1, dtype=jnp.uint32)
+    present = lax.broadcasted_iota(jnp.uint32, (_TILES_OF_A_BLOCK, words - 1), 1) < rows[:, :1]
+    neurons = jnp.where(present, rows[:, 1:] & 0xFFFF, bits_smem.shape[0] * bits.BITS).astype(jnp.int32)
+    fired = jnp.zeros((bits_smem.shape[0] * bits.BITS,), bool).at[neurons].set(True, mode="drop")
+    bits_smem[...] |= bits.join(fired)
     return
 
   @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT), return_type=None)
-  def run(ctx, words_ref, bits, first_tile):
+  def run(ctx, words_ref, bits_ref, first_tile):
     del ctx
     lane, warp = ptx.lane_and_warp()
     tile = arith.addi(ptx.scalar(first_tile), arith.addi(lane, arith.muli(warp, ptx.const(32))))
@@ -86,7 +85,7 @@ def _set_bits(words_ref, bits_smem, first_tile, *, interpret: bool) -> None:
       f"DONE: add.u32 t, t, {mosaic.LANES}; bra NEXT; END: }}"
     )
     # The bits of stale words are not set, but their addresses are computed: an and keeps those inside 65536 neurons.
-    ptx.asm((), [ptx.global_address(words_ref), ptx.shared_address(bits), tile, end], text, "l,r,r,r")
+    ptx.asm((), [ptx.global_address(words_ref), ptx.shared_address(bits_ref), tile, end], text, "l,r,r,r")
     return []
 
   run(words_ref, bits_smem, first_tile)

@@ -20,16 +20,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, scf
+from jaxlib.mlir.dialects import arith
 
 from pallas_kernels import mosaic, ptx
+from pallas_kernels.twell import bits
 from pallas_kernels.twell import gather_blocks as blocks
 from pallas_kernels.twell.reference import Sums
 
 MAX_TOKENS = 64
 _NEURONS = 64  # of a block of `hidden`: the rows of one wgmma
 _STAGE_BYTES = 180 * 1024  # of operands on their way; a block reads 256 KB of the gate at D = 2048
-_BITS = 32
 _COLUMNS = 128  # of a block of `combine`, four a lane
 _MANY_WARPS = 16  # of a block of `combine`; each has its share of the neurons
 _MANY_BLOCKS = 264  # two for each SM
@@ -53,7 +53,7 @@ def feedforward(
   x_PD = jnp.pad(x_MD, ((0, -num_tokens % 8), (0, 0)))
   h_PF, listed_PW, fires_PW = hidden(x_PD, w_gate_FD, w_up_FD, w_down_FD, interpret=interpret)
   y_PD = combine(h_PF, listed_PW, w_down_FD, interpret=interpret)
-  listed_MF, fires_MF = (_expand(bits_PW[:num_tokens]) for bits_PW in (listed_PW, fires_PW))
+  listed_MF, fires_MF = (bits.expand(words_PW[:num_tokens]) for words_PW in (listed_PW, fires_PW))
   # Made from results, not by the kernels: XLA leaves out what nobody reads.
   return y_PD[:num_tokens], Sums(
     l1=jnp.sum(jnp.where(listed_MF, jnp.abs(h_PF[:num_tokens]), 0)),
@@ -63,12 +63,7 @@ def feedforward(
   )
 
 
-def _expand(bits_MW: jax.Array) -> jax.Array:
-  """bool[M, F]"""
-  bits_MWB = bits_MW[:, :, None] >> jnp.arange(_BITS, dtype=jnp.uint32) & 1
-  return bits_MWB.reshape(bits_MW.shape[0], -1) != 0
-
-
+@functools.partial(jax.jit, static_argnames="interpret")
 def hidden(
   x_PD: jax.Array, w_gate_FD: jax.Array | None, w_up_FD: jax.Array, w_down_FD: jax.Array, *, interpret: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -81,8 +76,8 @@ def hidden(
   gated = w_gate_FD is not None
   step_width = 256 if width % 256 == 0 else 128
   stages = min(width // step_width, _STAGE_BYTES // ((_NEURONS + num_tokens) * step_width * 2))
-  transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-  words_type = jax.ShapeDtypeStruct((num_tokens, num_neurons // _BITS), jnp.uint32)
+  transforms = mosaic.operand_transforms()
+  words_type = jax.ShapeDtypeStruct((num_tokens, num_neurons // bits.BITS), jnp.uint32)
   return mosaic.kernel(
     functools.partial(_hidden_kernel, gated=gated, interpret=interpret),
     out_type=(jax.ShapeDtypeStruct((num_tokens, num_neurons), jnp.float32), words_type, words_type),
@@ -92,7 +87,7 @@ def hidden(
       plgpu.SMEM((stages, num_tokens, step_width), x_PD.dtype, transforms=transforms),
       plgpu.SMEM((stages, _NEURONS, step_width), x_PD.dtype, transforms=transforms),
       plgpu.SMEM((_NEURONS, num_tokens), jnp.float32),
-      plgpu.SMEM((num_tokens, _NEURONS // _BITS), jnp.uint32),
+      plgpu.SMEM((num_tokens, _NEURONS // bits.BITS), jnp.uint32),
       plgpu.SMEM((num_tokens * _NEURONS,), jnp.uint16),
       plgpu.Barrier(num_arrivals=2, num_barriers=stages),
     ],
@@ -162,27 +157,25 @@ def _hidden_of_block(
       h_NP = value_NP * (up_ref[own].astype(jnp.float32) @ x_ref[...].astype(jnp.float32).T)
     listed_NP, fires_NP = gate_NP != 0, value_NP != 0
     h_ref[:, own] = jnp.where(listed_NP, h_NP, jnp.nan).T  # the GPU leaves the others unwritten
-    place = jnp.uint32(1) << jnp.arange(_BITS, dtype=jnp.uint32)
-    bits = lambda mask_NP: jnp.sum(mask_NP.T.reshape(num_tokens, -1, _BITS) * place, axis=2, dtype=jnp.uint32)
-    own_words = pl.ds(block * (_NEURONS // _BITS), _NEURONS // _BITS)
-    listed_ref[:, own_words], fires_ref[:, own_words] = bits(listed_NP), bits(fires_NP)
+    own_words = pl.ds(block * (_NEURONS // bits.BITS), _NEURONS // bits.BITS)
+    listed_ref[:, own_words], fires_ref[:, own_words] = bits.join(listed_NP.T), bits.join(fires_NP.T)
     return
 
   refs = [x_ref, down_ref, gate_smem, h_ref, listed_ref, fires_ref, bits_smem, pairs_smem]
   refs += [] if up_ref is None else [up_ref]
 
   @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT, *[plgpu.RefType()] * len(refs)), return_type=None)
-  def run(ctx, block, x_ref, down_ref, gates, h_ref, listed_ref, fires_ref, bits, pairs, *up_ref):
+  def run(ctx, block, x_ref, down_ref, gates, h_ref, listed_ref, fires_ref, seen, pairs, *up_ref):
     del ctx
     block = ptx.scalar(block)
     first = arith.muli(block, ptx.const(_NEURONS))
     num_neurons = ir.MemRefType(h_ref.type).shape[1]
-    gates, bits, pairs = map(ptx.shared_address, (gates, bits, pairs))
+    gates, seen, pairs = map(ptx.shared_address, (gates, seen, pairs))
     words = [ptx.global_address(ref) for ref in (listed_ref, fires_ref)]
     rows = [ptx.global_address(ref) for ref in (down_ref, *up_ref)]
-    _see_who_is_listed(gates, bits, words, rows, block, num_tokens, num_neurons, width)
+    _see_who_is_listed(gates, seen, words, rows, block, num_tokens, num_neurons, width)
     utils.warpgroup_barrier()
-    count = _list_pairs(bits, pairs, num_tokens * _NEURONS // _BITS)
+    count = _list_pairs(seen, pairs, num_tokens * _NEURONS // bits.BITS)
     utils.warpgroup_barrier()
     lane, warp = ptx.lane_and_warp()
     others = arith.subi(ptx.const(blocks.WARPS - 1), warp)
@@ -212,15 +205,12 @@ def _hidden_of_block(
   run(block, *refs)
 
 
-def _see_who_is_listed(gates, bits, words, rows, block, num_tokens: int, num_neurons: int, width: int) -> None:
-  """The bits of the 64 neurons for each token, to memory and to `bits`; their rows start on the way to L2."""
+def _see_who_is_listed(gates, seen, words, rows, block, num_tokens: int, num_neurons: int, width: int) -> None:
+  """The bits of the 64 neurons for each token, to memory and to `seen`; their rows start on the way to L2."""
   lane, warp = ptx.lane_and_warp()
-  high = arith.addi(lane, ptx.const(_BITS))
-  index = ir.IndexType.get()
-  to_index = lambda value: arith.index_cast(index, value)
-  each = scf.ForOp(to_index(warp), to_index(ptx.const(num_tokens)), arith.constant(index, blocks.WARPS), [])
-  with ir.InsertionPoint(each.body):
-    token = arith.index_cast(ptx.i32(), each.induction_variable)
+  high = arith.addi(lane, ptx.const(bits.BITS))
+
+  def see(token, carry):
     gate_of = lambda neuron: ptx.offset(ptx.offset(gates, neuron, 4 * num_tokens), token, 4)
     text = "{.reg .pred p; .reg .f32 g, z; mov.f32 z, 0f00000000;"
     for half in range(2):
@@ -230,11 +220,11 @@ def _see_who_is_listed(gates, bits, words, rows, block, num_tokens: int, num_neu
       )
     ballots = ptx.asm((ptx.i32(),) * 4, [gate_of(lane), gate_of(high)], text + "}", "=&r,=&r,=&r,=&r,r,r")
     listed, fires = ballots[:2], ballots[2:]
-    word = arith.addi(arith.muli(token, ptx.const(num_neurons // _BITS)), arith.muli(block, ptx.const(2)))
+    word = arith.addi(arith.muli(token, ptx.const(num_neurons // bits.BITS)), arith.muli(block, ptx.const(2)))
     store = "{{.reg .pred p; setp.eq.u32 p, $3, 0; @p st.{}.v2.b32 [$0], {{$1, $2}};}}"
     for address, pair in zip(words, (listed, fires)):
       ptx.asm((), [ptx.offset(address, word, 4), *pair, lane], store.format("global"), "l,r,r,r")
-    ptx.asm((), [ptx.offset(bits, token, 8), *listed, lane], store.format("shared"), "r,r,r,r")
+    ptx.asm((), [ptx.offset(seen, token, 8), *listed, lane], store.format("shared"), "r,r,r,r")
     for address in rows:
       for of_half, neuron in zip(listed, (lane, high)):
         at = ptx.offset(address, arith.addi(arith.muli(block, ptx.const(_NEURONS)), neuron), 2 * width)
@@ -243,10 +233,12 @@ def _see_who_is_listed(gates, bits, words, rows, block, num_tokens: int, num_neu
           f"@p cp.async.bulk.prefetch.L2.global [$0], {2 * width};}}"
         )
         ptx.asm((), [at, of_half, lane], text, "l,r,r")
-    scf.yield_([])
+    return carry
+
+  ptx.for_each(warp, ptx.const(num_tokens), blocks.WARPS, see, [])
 
 
-def _list_pairs(bits, pairs, words: int) -> ir.Value:
+def _list_pairs(seen, pairs, words: int) -> ir.Value:
   """Lists the set bits of all words as token << 6 | neuron; every warp does the same. Returns their number."""
   lane, _ = ptx.lane_and_warp()
   text = "{.reg .pred p; .reg .b32 i, b, c, s, t, a, e; mov.b32 $0, 0;"
@@ -255,9 +247,10 @@ def _list_pairs(bits, pairs, words: int) -> ir.Value:
       f"add.u32 i, $1, {first}; setp.lt.u32 p, i, {words}; mov.b32 b, 0; shl.b32 t, i, 2; add.u32 t, t, $2;"
       "@p ld.shared.b32 b, [t];" + ptx.list_bits("$0", "$3", label=first)
     )
-  return ptx.asm((ptx.i32(),), [lane, bits, pairs], text + "}", "=&r,r,r,r")
+  return ptx.asm((ptx.i32(),), [lane, seen, pairs], text + "}", "=&r,r,r,r")
 
 
+@functools.partial(jax.jit, static_argnames="interpret")
 def combine(h_PF: jax.Array, listed_PW: jax.Array, w_down_FD: jax.Array, *, interpret: bool) -> jax.Array:
   """y_PD = sum over the listed neurons of h Wd, in the dtype of Wd."""
   num_tokens, width = h_PF.shape[0], w_down_FD.shape[1]
@@ -272,7 +265,7 @@ def combine(h_PF: jax.Array, listed_PW: jax.Array, w_down_FD: jax.Array, *, inte
     num_threads=warps // blocks.WARPS,
     thread_name="wg",
     scratch_types=[
-      plgpu.SMEM((warps, words_of_a_warp * _BITS), jnp.uint16),
+      plgpu.SMEM((warps, words_of_a_warp * bits.BITS), jnp.uint16),
       plgpu.SMEM((warps, _COLUMNS), jnp.float32),
       plgpu.Barrier(num_arrivals=warps // blocks.WARPS),
     ],
@@ -300,13 +293,12 @@ def _add_listed(h_ref, listed_ref, w_ref, list_smem, partial_smem, token, part, 
   """partial_smem[w] = the sum over the listed neurons of warp w, which has every n-th word of them, of n warps."""
   num_neurons, words, warps = h_ref.shape[1], listed_ref.shape[1], partial_smem.shape[0]
   if interpret:
-    bits = (listed_ref[token][:, None] >> jnp.arange(_BITS, dtype=jnp.uint32)) & 1
-    listed = bits.reshape(num_neurons) != 0
+    listed = bits.expand(listed_ref[token])
     h = jnp.where(listed, h_ref[token], 0)
     rows = w_ref[:, pl.ds(part * _COLUMNS, _COLUMNS)].astype(jnp.float32)
     for n in range(blocks.WARPS):
       warp = wg * blocks.WARPS + n
-      own = listed & (jnp.arange(num_neurons) // _BITS % warps == warp)
+      own = listed & (jnp.arange(num_neurons) // bits.BITS % warps == warp)
       partial_smem[warp] = jnp.where(own, h, 0) @ jnp.where(own[:, None], rows, 0)
     return
 
@@ -318,7 +310,7 @@ def _add_listed(h_ref, listed_ref, w_ref, list_smem, partial_smem, token, part, 
     width = ir.MemRefType(w_ref.type).shape[1]
     lane, warp = ptx.lane_and_warp()
     token = ptx.scalar(token)
-    bits = ptx.offset(ptx.global_address(listed_ref), token, 4 * words)
+    listed = ptx.offset(ptx.global_address(listed_ref), token, 4 * words)
     own_list = ptx.offset(ptx.shared_address(list_smem), warp, 2 * ir.MemRefType(list_smem.type).shape[1])
     text = "{.reg .pred p; .reg .b32 i, b, c, s, t, a, e; .reg .b64 g; mov.b32 $0, 0;"
     for first in range(0, words, warps * 32):
@@ -326,7 +318,7 @@ def _add_listed(h_ref, listed_ref, w_ref, list_smem, partial_smem, token, part, 
         f"mad.lo.u32 i, $2, {warps}, $1; add.u32 i, i, {first}; setp.lt.u32 p, i, {words}; mov.b32 b, 0;"
         "mul.wide.u32 g, i, 4; add.u64 g, g, $3; @p ld.global.b32 b, [g];" + ptx.list_bits("$0", "$4", label=first)
       )
-    count = ptx.asm((ptx.i32(),), [warp, lane, bits, own_list], text + "}", "=&r,r,r,l,r")
+    count = ptx.asm((ptx.i32(),), [warp, lane, listed, own_list], text + "}", "=&r,r,r,l,r")
     column = arith.addi(arith.muli(ptx.scalar(part), ptx.const(_COLUMNS)), arith.muli(lane, ptx.const(_COLUMNS // 32)))
     h = ptx.offset(ptx.global_address(h_ref), token, 4 * num_neurons)
     weights = ptx.offset(ptx.global_address(w_ref), column, 2)

@@ -8,6 +8,7 @@ Dimension key: W the four warps, E entries that a list holds, M tokens, D model 
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, scf
+from jaxlib.mlir.dialects import arith
 
 from pallas_kernels import ptx
 
@@ -97,6 +98,7 @@ def list_entries(words_ref, first_token, entries_smem, heads_smem, team: Team, *
       "{.reg .pred p, r, v, o; .reg .b32 c, s, t, a, j, e, n, over, end, w<8>; .reg .b64 g, h;"
       f"{exists} mov.b32 over, 0; mov.b32 n, 0; add.s32 end, $1, {4 * capacity};"
     )
+    store = "setp.lt.and.u32 p, t, end, p; @p st.shared.b32 [t], {word};"  # unless the list is full
     for group in range(-(-tiles // _LANES)):
       text += (
         f"add.u32 j, $2, {group * _LANES}; setp.lt.and.u32 v, j, {tiles}, r; mul.wide.u32 g, j, {4 * words};"
@@ -108,11 +110,11 @@ def list_entries(words_ref, first_token, entries_smem, heads_smem, team: Team, *
       # a: where this lane's entries go, after those of the groups before (n) and of the lanes before (s - c)
       text += "sub.s32 t, s, c; add.s32 t, t, n; shl.b32 t, t, 2; add.s32 a, t, $1;"
       for k in range(1, _FIRST_WORDS):
-        text += f"setp.ge.u32 p, c, {k}; add.s32 t, a, {4 * (k - 1)}; setp.lt.and.u32 p, t, end, p; @p st.shared.b32 [t], w{k};"
+        text += f"setp.ge.u32 p, c, {k}; add.s32 t, a, {4 * (k - 1)}; {store.format(word=f'w{k}')}"
       text += (
         f"mov.b32 j, {_FIRST_WORDS}; MORE{group}: setp.le.u32 p, j, c; @!p bra DONE{group};"
-        "mul.wide.u32 h, j, 4; add.u64 h, h, g; ld.global.cs.b32 e, [h];"
-        f"shl.b32 t, j, 2; add.s32 t, t, a; add.s32 t, t, -4; setp.lt.u32 p, t, end; @p st.shared.b32 [t], e; add.s32 j, j, 1; bra MORE{group};"
+        "mul.wide.u32 h, j, 4; add.u64 h, h, g; ld.global.cs.b32 e, [h]; add.s32 t, j, -1; shl.b32 t, t, 2;"
+        f"add.s32 t, t, a; {store.format(word='e')} add.s32 j, j, 1; bra MORE{group};"
         # true counts, for the head
         f"DONE{group}: bar.warp.sync {ptx.ALL_LANES}; redux.sync.add.u32 t, w0, {ptx.ALL_LANES}; add.u32 n, n, t;"
       )
@@ -443,17 +445,10 @@ def _note_if_not_finite(x: list[ir.Value], lane: ir.Value, head: ir.Value) -> No
   ptx.asm((), [total, lane, head], text, "f,r,r")
 
 
-def loop(count: ir.Value, unroll: int, step, carry: list[ir.Value]) -> list[ir.Value]:
+def loop(count: ir.Value, unroll: int, step: Callable, carry: list[ir.Value]) -> list[ir.Value]:
   """carry = step(place, n, carry) for n places at a time: `unroll` of them, then the rest one by one."""
-  index = ir.IndexType.get()
-  to_index = lambda value: arith.index_cast(index, value)
+  if unroll == 1:
+    return ptx.for_each(ptx.const(0), count, 1, lambda place, carry: step(place, 1, carry), carry)
   full = arith.muli(arith.divui(count, ptx.const(unroll)), ptx.const(unroll))
-  for first, last, stride in ((ptx.const(0), full, unroll), (full, count, 1)):
-    each = scf.ForOp(to_index(first), to_index(last), arith.constant(index, stride), carry)
-    with ir.InsertionPoint(each.body):
-      place = arith.index_cast(ptx.i32(), each.induction_variable)
-      scf.yield_(step(place, stride, list(each.inner_iter_args)))
-    carry = list(each.results)
-    if unroll == 1:
-      break
-  return carry
+  carry = ptx.for_each(ptx.const(0), full, unroll, lambda place, carry: step(place, unroll, carry), carry)
+  return ptx.for_each(full, count, 1, lambda place, carry: step(place, 1, carry), carry)

@@ -10,6 +10,7 @@ Dimension key: M tokens, D model width, F neurons, S words of a tile.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,7 @@ class Config:
         raise ValueError(f"twell gather Config.{name}={getattr(self, name)} must be in 1..4: rows lie in registers")
 
 
+@functools.partial(jax.jit, static_argnames=("config", "interpret"))
 def gather(
   x_MD: jax.Array,
   words_MTS: jax.Array,

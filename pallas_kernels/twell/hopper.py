@@ -4,6 +4,7 @@ Dimension key: M tokens, D model width, F hidden neurons, S words of a tile.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -68,8 +69,8 @@ def feedforward(
     interpret: run the kernels in Mosaic's interpreter.
   """
   weights = w_gate_FD, w_up_FD, w_down_FD
-  options = dict(spec=spec, hot=hot, with_active=with_active, interpret=interpret)
-  sparse = functools.partial(_sparse, **options)
+  sparse: Callable = functools.partial(_sparse, spec=spec, hot=hot, with_active=with_active, interpret=interpret)
+  dense = functools.partial(_dense, with_active=with_active)
   if x_MD.shape[0] <= decode_hopper.MAX_TOKENS:
     sparse = functools.partial(decode_hopper.feedforward, with_active=with_active, interpret=interpret)
   if route == "sparse":
@@ -83,15 +84,14 @@ def feedforward(
     # The hot neurons are dense on either route.
     density_hint = routing.sample_density(x_MD, w_up_FD if w_gate_FD is None else w_gate_FD, hot)
   if isinstance(density_hint, int | float):
-    chosen, taken = (sparse, SPARSE) if density_hint < limit else (functools.partial(_dense, **options), DENSE)
+    chosen, taken = (sparse, SPARSE) if density_hint < limit else (dense, DENSE)
     return *chosen(x_MD, *weights), jnp.int32(taken)
   pays = density_hint < limit
-  y_MD, sums = jax.lax.cond(pays, sparse, functools.partial(_dense, **options), x_MD, *weights)
+  y_MD, sums = jax.lax.cond(pays, sparse, dense, x_MD, *weights)
   return y_MD, sums, jnp.where(pays, SPARSE, DENSE).astype(jnp.int32)
 
 
-def _dense(x_MD, w_gate_FD, w_up_FD, w_down_FD, *, spec, hot, with_active, interpret) -> tuple[jax.Array, Sums]:
-  del spec, hot, interpret
+def _dense(x_MD, w_gate_FD, w_up_FD, w_down_FD, *, with_active) -> tuple[jax.Array, Sums]:
   y_MD, sums = reference.feedforward(x_MD, w_gate_FD, w_up_FD, w_down_FD, spec=None, hot=0, with_active=with_active)
   # Both branches of a cond must vary over the same mesh axes, and a constant varies over none.
   return y_MD, sums._replace(overflow_rows=jnp.where(sums.l0 < 0, 1, 0).astype(jnp.int32))

@@ -57,6 +57,7 @@ class Config:
     raise ValueError(f"twell.pack: a tile of {spec} does not fit into shared memory beside two stages")
 
 
+@functools.partial(jax.jit, static_argnames=("spec", "first", "config", "interpret"))
 def pack(
   x_MD: jax.Array, w_FD: jax.Array, spec: Spec, *, first: int = 0, config: Config | None = None, interpret: bool = False
 ) -> jax.Array:
@@ -77,7 +78,7 @@ def pack(
   config = config or Config.for_spec(spec)
   blocks = -(-x_MD.shape[0] // _PAIR)
   clusters = min(_SMS_OF_A_TEST if interpret else device.num_sms(), 2 * blocks * tiles) // 2
-  transforms = (plgpu.TilingTransform((_SWIZZLED_ROWS, _K)), plgpu.SwizzleTransform(128))
+  transforms = mosaic.operand_transforms()
   words_MS = mosaic.kernel(
     functools.partial(
       _kernel,

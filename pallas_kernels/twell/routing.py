@@ -83,14 +83,15 @@ def compute_misfits(
     return run
 
   def all_rows(y_MD, sums):
+    parts = []
     for first in range(0, num_tokens, _CHUNK):
       part = slice(first, min(first + _CHUNK, num_tokens))
-      misfit_R1 = misfit_M[part, None]
       # Rows that fit are zeros here: nothing fires, nothing is counted twice.
-      y_RD, more = _dense(jnp.where(misfit_R1, x_MD[part], jnp.zeros((), x_MD.dtype)), weights, sums)
-      y_MD = y_MD.at[part].set(jnp.where(misfit_R1, y_RD, y_MD[part]))
+      y_RD, more = _dense(jnp.where(misfit_M[part, None], x_MD[part], jnp.zeros((), x_MD.dtype)), weights, sums)
+      parts.append(y_RD)
       sums = _add(sums, more)
-    return y_MD, sums
+    # One select at the end: XLA would copy all of y for each chunk written into it.
+    return jnp.where(misfit_M[:, None], jnp.concatenate(parts), y_MD), sums
 
   branches = [nothing, *[some(rung) for rung in rungs[:-1]], all_rows]
   y_MD, sums = jax.lax.switch(branch, branches, y_MD, sums)
@@ -102,5 +103,5 @@ def _dense(x_RD, weights, sums: Sums) -> tuple[jax.Array, Sums]:
 
 
 def _add(a: Sums, b: Sums) -> Sums:
-  active_F = None if a.active_F is None else a.active_F | b.active_F
+  active_F = None if a.active_F is None or b.active_F is None else a.active_F | b.active_F
   return Sums(a.l1 + b.l1, a.l0 + b.l0, a.overflow_rows, active_F)
