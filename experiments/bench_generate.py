@@ -1,10 +1,12 @@
 """Speed of generation: `python -m experiments.bench_generate --what=decode` on a GPU, `--what=loop` anywhere.
 
 decode: one token a sequence of the paper's shapes, random bf16 weights, beside the time that memory needs to deliver
-what the step has to read: every weight once, and the keys and values of all earlier tokens. loop: what streaming text
-costs beside the bare jitted step, on `configs/lm/small.py`. Both write a record and print it as a table.
+what the step has to read: every weight once, and the keys and values of all earlier tokens. With --non_zeros the same
+of a model in whose layers so many neurons fire, with dense and with TwELL blocks, on the same weights. loop: what
+streaming text costs beside the bare jitted step, on `configs/lm/small.py`. Both write a record and print it as a table.
 """
 
+import functools
 import statistics
 import time
 from pathlib import Path
@@ -20,13 +22,14 @@ from pallas_kernels import bench
 from sparse_lm import data
 from sparse_lm import flags as config_flags
 from sparse_lm.benchmark import RECORD, record_cases
-from sparse_lm.config import LmConfig, PrecisionConfig
+from sparse_lm.config import FFN_IMPLEMENTATIONS, LmConfig, PrecisionConfig
 from sparse_lm.errors import UserError
 from sparse_lm.inference import OpenedModel
 from sparse_lm.inference.decoding import Decoder
 from sparse_lm.inference.generation import Generator
 from sparse_lm.inference.opening import abstract_parameters
 from sparse_lm.inference.sampling import Sampling
+from sparse_lm.models.sparsified import sparsified
 from sparse_lm.tables import decode_table
 from sparse_lm.training.mfu import peak_bytes_per_second
 
@@ -35,11 +38,13 @@ _MODELS = flags.DEFINE_list("models", ["paper_1_5b"], "decode: files of configs/
 _BATCH = flags.DEFINE_list("batch", ["1", "8", "64"], "decode: sequences; loop takes the first")
 _PROMPT = flags.DEFINE_integer("prompt", 128, "tokens of each prompt", lower_bound=1)
 _SLOTS = flags.DEFINE_list("slots", ["256", "2048"], "decode: of the cache, a case each")
+_NON_ZEROS = flags.DEFINE_float("non_zeros", None, "decode: mean over tokens of the neurons that fire in a layer", 1)
 _TOKENS = flags.DEFINE_integer("tokens", 64, "generated for each sequence and repeat", lower_bound=8)
 _REPEATS = flags.DEFINE_integer("repeats", 5, "of which the median counts", lower_bound=1)
 
 Json = dict[str, Any]
 _SAMPLING = Sampling(temperature=0.8)
+_CALIBRATION = 4  # sequences on which the number of non-zeros is met
 
 
 def main(argv: list[str]) -> None:
@@ -51,7 +56,7 @@ def main(argv: list[str]) -> None:
       raise UserError(f"--{name}={bad[0]!r} must be positive integers, separated by commas")
   if _WHAT.value is None or RECORD.value is None:
     raise UserError("--what=decode|loop and --record=FOLDER are needed; for example --what=loop --record=runs/bench")
-  names = ("what", "models", "batch", "prompt", "slots", "tokens", "repeats")
+  names = ("what", "models", "batch", "prompt", "slots", "non_zeros", "tokens", "repeats")
   cases, table = (decode_cases, decode_table) if _WHAT.value == "decode" else (loop_cases, loop_table)
   record_cases(RECORD.value, {name: flags.FLAGS[name].value for name in names}, cases(), table)
 
@@ -61,30 +66,44 @@ def decode_cases():
   for name in _MODELS.value:
     config = config_flags.load_config(f"configs/lm/{name}.py", LmConfig)
     model = _random_model(config)
-    weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(model))
-    decoder = Decoder(model)
-    del model
-    for batch in map(int, _BATCH.value):
-      for slots in map(int, _SLOTS.value):
-        seconds = [_time_decode(config, decoder, batch, slots) for _ in range(_REPEATS.value + 1)][1:]
-        mean_length = _PROMPT.value + (_TOKENS.value + 1) / 2
-        cache_bytes = (
-          batch * mean_length * config.model.num_layers * 2 * config.model.kv_heads * config.model.head_width
-        )
-        moved = weight_bytes + 2 * cache_bytes  # bf16
-        peak = peak_bytes_per_second(jax.devices()[:1])
-        median = statistics.median(seconds)
-        yield {
-          "model": name,
-          "batch": batch,
-          "slots": slots,
-          "seconds": median,
-          "seconds_min": min(seconds),
-          "seconds_max": max(seconds),
-          "tokens_per_second": batch / median,
-          "bytes": moved,
-          "share_of_bandwidth": moved / median / peak if peak else None,
-        }
+    if _NON_ZEROS.value is None:
+      yield from _decode_cases(name, config, model)
+      continue
+    sparsify = functools.partial(sparsified, config=config.model, non_zeros=_NON_ZEROS.value)
+    tokens_BL = jax.random.randint(
+      jax.random.key(1), (_CALIBRATION, config.model.context_length), 0, config.model.vocab_size
+    )
+    model = jax.jit(sparsify)(model, tokens_BL=tokens_BL)
+    for ffn in FFN_IMPLEMENTATIONS:
+      model.blocks.feedforward.implementation = ffn
+      for case in _decode_cases(name, config, model):
+        # A block that reads only what it needs has no such limit.
+        share = case["share_of_bandwidth"] if ffn == "dense" else None
+        yield case | {"ffn": ffn, "non_zeros": _NON_ZEROS.value, "share_of_bandwidth": share}
+
+
+def _decode_cases(name: str, config: LmConfig, model):
+  weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(model))
+  decoder = Decoder(model)
+  for batch in map(int, _BATCH.value):
+    for slots in map(int, _SLOTS.value):
+      seconds = [_time_decode(config, decoder, batch, slots) for _ in range(_REPEATS.value + 1)][1:]
+      mean_length = _PROMPT.value + (_TOKENS.value + 1) / 2
+      cache_bytes = batch * mean_length * config.model.num_layers * 2 * config.model.kv_heads * config.model.head_width
+      moved = weight_bytes + 2 * cache_bytes  # bf16
+      peak = peak_bytes_per_second(jax.devices()[:1])
+      median = statistics.median(seconds)
+      yield {
+        "model": name,
+        "batch": batch,
+        "slots": slots,
+        "seconds": median,
+        "seconds_min": min(seconds),
+        "seconds_max": max(seconds),
+        "tokens_per_second": batch / median,
+        "bytes": moved,
+        "share_of_bandwidth": moved / median / peak if peak else None,
+      }
 
 
 def _random_model(config: LmConfig):

@@ -186,7 +186,7 @@ def decode_table(cases: list[Json]) -> str:
   header = ["model", "sequences", "cache slots", "tokens/s", "ms a step (min to max)", "share of the bandwidth limit"]
   rows = [
     [
-      _size(c["model"]),
+      _size(c["model"]) + (f", {c['ffn']} blocks, {c['non_zeros']:g} non-zeros" if "ffn" in c else ""),
       str(c["batch"]),
       str(c["slots"]),
       f"{c['tokens_per_second']:,.0f}",

@@ -64,4 +64,5 @@ def sparsified(model: Transformer, config: ModelConfig, tokens_BL: jax.Array, no
 
 def _with_feature_0(w: jax.Array, value) -> jax.Array:
   """The matrix [..., D] with this value in its first column."""
-  return jnp.where(jax.lax.broadcasted_iota(jnp.int32, w.shape, w.ndim - 1) == 0, value, w)
+  first = jax.lax.broadcasted_iota(jnp.int32, w.shape, w.ndim - 1) == 0
+  return jnp.where(first, jnp.asarray(value, w.dtype), w)

@@ -310,7 +310,7 @@ def test_a_chunk_of_overflowing_rows_that_is_not_full(run, implementation, monke
 
 
 @without_interpreter
-@pytest.mark.parametrize("number", [255, 256, 257, 2048, 2049])
+@pytest.mark.parametrize("number", [255, 256, 257, 1024, 1025])
 def test_many_rows_that_overflow(run, implementation, number):
   """One row more takes another program."""
   problem = draw(23, 2500, 128, 256)
