@@ -23,8 +23,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from pallas_kernels import mosaic, ptx
-from pallas_kernels.twell import bits
-from pallas_kernels.twell import gather_blocks as blocks
+from pallas_kernels.twell import bits, rows
 from pallas_kernels.twell.reference import Sums
 
 MAX_TOKENS = 64
@@ -172,25 +171,25 @@ def _hidden_of_block(
     num_neurons = ir.MemRefType(h_ref.type).shape[1]
     gates, seen, pairs = map(ptx.shared_address, (gates, seen, pairs))
     words = [ptx.global_address(ref) for ref in (listed_ref, fires_ref)]
-    rows = [ptx.global_address(ref) for ref in (down_ref, *up_ref)]
-    _see_who_is_listed(gates, seen, words, rows, block, num_tokens, num_neurons, width)
+    weights = [ptx.global_address(ref) for ref in (down_ref, *up_ref)]
+    _see_who_is_listed(gates, seen, words, weights, block, num_tokens, num_neurons, width)
     utils.warpgroup_barrier()
     count = _list_pairs(seen, pairs, num_tokens * _NEURONS // bits.BITS)
     utils.warpgroup_barrier()
     lane, warp = ptx.lane_and_warp()
-    others = arith.subi(ptx.const(blocks.WARPS - 1), warp)
-    mine = arith.divui(arith.addi(count, others), ptx.const(blocks.WARPS))
+    others = arith.subi(ptx.const(rows.WARPS - 1), warp)
+    mine = arith.divui(arith.addi(count, others), ptx.const(rows.WARPS))
     x, h_out = ptx.global_address(x_ref), ptx.global_address(h_ref)
     x_type = ir.MemRefType(x_ref.type).element_type
 
     def step(place, number, carry):
       found = []
       for n in range(number):
-        nth = arith.addi(arith.muli(arith.addi(place, ptx.const(n)), ptx.const(blocks.WARPS)), warp)
+        nth = arith.addi(arith.muli(arith.addi(place, ptx.const(n)), ptx.const(rows.WARPS)), warp)
         text = "{.reg .b16 t; ld.shared.b16 t, [$2]; cvt.u32.u16 $1, t; and.b32 $0, $1, 63; shr.u32 $1, $1, 6;}"
         found.append(ptx.asm((ptx.i32(),) * 2, [ptx.offset(pairs, nth, 2)], text, "=&r,=&r,r"))
       rows_of = [(token, arith.addi(first, neuron)) for neuron, token in found]
-      dots = blocks.dots_of_rows(x, rows[1], rows_of, lane, width, x_type) if up_ref else [None] * number
+      dots = rows.dots_of_rows(x, weights[1], rows_of, lane, width, x_type) if up_ref else [None] * number
       for (neuron, token), dot in zip(found, dots):
         at = ptx.offset(ptx.offset(gates, neuron, 4 * num_tokens), token, 4)
         h = ptx.asm((ptx.f32(),), [at], "ld.shared.f32 $0, [$1]; max.NaN.f32 $0, $0, 0f00000000;", "=f,r")
@@ -199,13 +198,13 @@ def _hidden_of_block(
         ptx.asm((), [at, h, lane], "{.reg .pred p; setp.eq.u32 p, $2, 0; @p st.global.f32 [$0], $1;}", "l,f,r")
       return carry
 
-    blocks.loop(mine, 2, step, [])
+    rows.loop(mine, 2, step, [])
     return []
 
   run(block, *refs)
 
 
-def _see_who_is_listed(gates, seen, words, rows, block, num_tokens: int, num_neurons: int, width: int) -> None:
+def _see_who_is_listed(gates, seen, words, weights, block, num_tokens: int, num_neurons: int, width: int) -> None:
   """The bits of the 64 neurons for each token, to memory and to `seen`; their rows start on the way to L2."""
   lane, warp = ptx.lane_and_warp()
   high = arith.addi(lane, ptx.const(bits.BITS))
@@ -225,7 +224,7 @@ def _see_who_is_listed(gates, seen, words, rows, block, num_tokens: int, num_neu
     for address, pair in zip(words, (listed, fires)):
       ptx.asm((), [ptx.offset(address, word, 4), *pair, lane], store.format("global"), "l,r,r,r")
     ptx.asm((), [ptx.offset(seen, token, 8), *listed, lane], store.format("shared"), "r,r,r,r")
-    for address in rows:
+    for address in weights:
       for of_half, neuron in zip(listed, (lane, high)):
         at = ptx.offset(address, arith.addi(arith.muli(block, ptx.const(_NEURONS)), neuron), 2 * width)
         text = (
@@ -235,7 +234,7 @@ def _see_who_is_listed(gates, seen, words, rows, block, num_tokens: int, num_neu
         ptx.asm((), [at, of_half, lane], text, "l,r,r")
     return carry
 
-  ptx.for_each(warp, ptx.const(num_tokens), blocks.WARPS, see, [])
+  ptx.for_each(warp, ptx.const(num_tokens), rows.WARPS, see, [])
 
 
 def _list_pairs(seen, pairs, words: int) -> ir.Value:
@@ -255,19 +254,19 @@ def combine(h_PF: jax.Array, listed_PW: jax.Array, w_down_FD: jax.Array, *, inte
   """y_PD = sum over the listed neurons of h Wd, in the dtype of Wd."""
   num_tokens, width = h_PF.shape[0], w_down_FD.shape[1]
   # Few blocks need many warps each; many blocks are better small, so that all run at once.
-  warps = _MANY_WARPS if num_tokens * width // _COLUMNS < _MANY_BLOCKS else blocks.WARPS
+  warps = _MANY_WARPS if num_tokens * width // _COLUMNS < _MANY_BLOCKS else rows.WARPS
   words_of_a_warp = -(-listed_PW.shape[1] // warps)
   return mosaic.kernel(
     functools.partial(_combine_kernel, interpret=interpret),
     out_type=jax.ShapeDtypeStruct((num_tokens, width), w_down_FD.dtype),
     grid=(width // _COLUMNS, num_tokens),
     grid_names=("part", "token"),
-    num_threads=warps // blocks.WARPS,
+    num_threads=warps // rows.WARPS,
     thread_name="wg",
     scratch_types=[
       plgpu.SMEM((warps, words_of_a_warp * bits.BITS), jnp.uint16),
       plgpu.SMEM((warps, _COLUMNS), jnp.float32),
-      plgpu.Barrier(num_arrivals=warps // blocks.WARPS),
+      plgpu.Barrier(num_arrivals=warps // rows.WARPS),
     ],
     kernel_name="twell_decode_combine",
     interpret=interpret,
@@ -295,11 +294,11 @@ def _add_listed(h_ref, listed_ref, w_ref, list_smem, partial_smem, token, part, 
   if interpret:
     listed = bits.expand(listed_ref[token])
     h = jnp.where(listed, h_ref[token], 0)
-    rows = w_ref[:, pl.ds(part * _COLUMNS, _COLUMNS)].astype(jnp.float32)
-    for n in range(blocks.WARPS):
-      warp = wg * blocks.WARPS + n
+    columns_FN = w_ref[:, pl.ds(part * _COLUMNS, _COLUMNS)].astype(jnp.float32)
+    for n in range(rows.WARPS):
+      warp = wg * rows.WARPS + n
       own = listed & (jnp.arange(num_neurons) // bits.BITS % warps == warp)
-      partial_smem[warp] = jnp.where(own, h, 0) @ jnp.where(own[:, None], rows, 0)
+      partial_smem[warp] = jnp.where(own, h, 0) @ jnp.where(own[:, None], columns_FN, 0)
     return
 
   splat, ref = plgpu.Layout.WG_SPLAT, plgpu.RefType()
@@ -322,7 +321,7 @@ def _add_listed(h_ref, listed_ref, w_ref, list_smem, partial_smem, token, part, 
     column = arith.addi(arith.muli(ptx.scalar(part), ptx.const(_COLUMNS)), arith.muli(lane, ptx.const(_COLUMNS // 32)))
     h = ptx.offset(ptx.global_address(h_ref), token, 4 * num_neurons)
     weights = ptx.offset(ptx.global_address(w_ref), column, 2)
-    unpack = blocks.unpack(ir.MemRefType(w_ref.type).element_type)
+    unpack = rows.unpack(ir.MemRefType(w_ref.type).element_type)
 
     def step(place, number, acc):
       read = []
@@ -336,10 +335,10 @@ def _add_listed(h_ref, listed_ref, w_ref, list_smem, partial_smem, token, part, 
         read.append((value, pair))
       for value, pair in read:
         columns = [c for word in pair for c in unpack(word)]
-        acc = [blocks.fma(c, value, a) for c, a in zip(columns, acc)]
+        acc = [rows.fma(c, value, a) for c, a in zip(columns, acc)]
       return acc
 
-    acc = blocks.loop(count, _UNROLL, step, [ptx.const_f32(0.0)] * (_COLUMNS // 32))
+    acc = rows.loop(count, _UNROLL, step, [ptx.const_f32(0.0)] * (_COLUMNS // 32))
     own = ptx.offset(ptx.shared_address(partial_smem), warp, 4 * _COLUMNS)
     at = ptx.offset(own, lane, _COLUMNS // 32 * 4)
     ptx.asm((), [at, *acc], "st.shared.v4.f32 [$0], {$1, $2, $3, $4};", "r,f,f,f,f")

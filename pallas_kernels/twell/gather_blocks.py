@@ -1,14 +1,11 @@
 """What a warp does for a token of a packed matrix, as inline PTX: list its entries, multiply rows, add rows.
 
-A warpgroup has four warps. `Team` says how many of them share a token: each takes a slice of the columns, narrow enough
-for its registers. Warps run apart, since tokens differ in their number of entries; so what passes from one block to the
-next lies in shared memory, a row for each warp. Each block has a stand-in for the interpreter.
+A warpgroup has four warps, and a `rows.Team` of them shares a token. Warps run apart, since tokens differ in their
+number of entries; so what passes from one block to the next lies in shared memory, a row for each warp. Each block has a
+stand-in for the interpreter.
 
 Dimension key: W the four warps, E entries that a list holds, M tokens, D model width, F neurons.
 """
-
-import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -19,48 +16,12 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from pallas_kernels import ptx
+from pallas_kernels.twell.rows import WARPS, Row, Team, dot, fma, loop, total, warp_sum
 
-WARPS = 4  # of a warpgroup
 _LANES = 32
-_LOAD_BYTES = 16  # of a lane, the widest
-_LOAD_COLUMNS = _LANES * _LOAD_BYTES // 2  # of a warp
 _FIRST_WORDS = 8  # of a tile, read at once: its count and 7 entries, which is all for most
-MAX_WIDTH = 2048  # columns of a warp: 64 float32 a lane
 ENTRIES, MISFIT, COUNT = range(3)  # words of a warp's head
 HEAD_WORDS = 4
-
-
-@dataclasses.dataclass(frozen=True)
-class Team:
-  """The warps that share a token, and the columns of each."""
-
-  width: int  # D
-  warps: int  # of a token
-
-  @classmethod
-  def for_width(cls, width: int) -> "Team":
-    """As few warps as have registers for a row."""
-    return cls(width, next(n for n in (1, 2, 4) if n * MAX_WIDTH >= width))
-
-  @property
-  def tokens(self) -> int:
-    """Tokens of a warpgroup."""
-    return WARPS // self.warps
-
-  @property
-  def slice(self) -> int:
-    """Columns of a warp; those of a token's last warp may be fewer."""
-    return -(-self.width // (128 * self.warps)) * 128
-
-  @property
-  def loads(self) -> int:
-    """16-byte loads of a lane for its part of a row."""
-    return -(-self.slice // _LOAD_COLUMNS)
-
-  def reaches_past(self, load: int) -> bool:
-    """Whether some lane has nothing to load there."""
-    shortest = min(self.slice, self.width - (self.warps - 1) * self.slice)
-    return (load + 1) * _LOAD_COLUMNS > shortest
 
 
 def list_entries(words_ref, first_token, entries_smem, heads_smem, team: Team, *, words: int, interpret: bool) -> None:
@@ -165,9 +126,9 @@ def multiply_rows(
       del carry
       rows = [row.load_weights(weights, _neuron(_entry(entry_of, place, n)), keep) for n in range(count)]
       for n, words in enumerate(rows):
-        dot = _warp_sum(_dot(row, words, x))
+        value = warp_sum(dot(row, words, x))
         at = ptx.offset(dot_of, arith.addi(place, ptx.const(n)), 4)
-        ptx.asm((), [at, dot, lane], "{.reg .pred p; setp.eq.u32 p, $2, 0; @p st.shared.f32 [$0], $1;}", "r,f,r")
+        ptx.asm((), [at, value, lane], "{.reg .pred p; setp.eq.u32 p, $2, 0; @p st.shared.f32 [$0], $1;}", "r,f,r")
       return []
 
     loop(_load_head(head, ENTRIES), unroll, step, [])
@@ -254,7 +215,7 @@ def add_rows(
       for n in range(team.warps):
         at = ptx.offset(ptx.shared_address(dots), arith.addi(first_warp, ptx.const(n)), 4 * capacity)
         parts.append(ptx.asm((ptx.f32(),), [ptx.offset(at, place, 4)], "ld.shared.f32 $0, [$1];", "=f,r"))
-      return arith.mulf(value, _sum(parts))
+      return arith.mulf(value, total(parts))
 
     def step(place, count, carry):
       l1, *acc = carry
@@ -290,93 +251,6 @@ def add_rows(
   run(first_token, *refs)
 
 
-def dots_of_rows(
-  a: ir.Value, b: ir.Value, pairs: list[tuple[ir.Value, ir.Value]], lane: ir.Value, width: int, dtype: ir.Type
-) -> list[ir.Value]:
-  """Of each pair (row of a, row of b) the dot product, by one warp; arrays are [*, width]. All pairs are read first."""
-  row, at_once = Row(lane, ptx.const(0), Team(width, 1), dtype), MAX_WIDTH // _LOAD_COLUMNS
-  starts = [(row.start(a, a_row), row.start(b, b_row)) for a_row, b_row in pairs]
-  parts: list[list[ir.Value]] = [[] for _ in pairs]
-  for first in range(0, row.loads, at_once):
-    loads = range(first, min(first + at_once, row.loads))
-    read = [[row.load(address, "ld.global.nc.v4.b32", loads=loads) for address in start] for start in starts]
-    for part, (a_words, b_words) in zip(parts, read):
-      part.append(_dot(row, b_words, [value for word in a_words for value in row.unpack(word)]))
-  return [_warp_sum(_sum(part)) for part in parts]
-
-
-def unpack(dtype: ir.Type):
-  """Returns a function from a word to its two columns, as float32."""
-  text = (
-    "{.reg .b32 a, b; shl.b32 a, $2, 16; and.b32 b, $2, 0xffff0000; mov.b32 $0, a; mov.b32 $1, b;}"
-    if isinstance(dtype, ir.BF16Type)
-    else "{.reg .b16 l, h; mov.b32 {l, h}, $2; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h;}"
-  )
-  return lambda word: ptx.asm((ptx.f32(),) * 2, [word], text, "=f,=f,r", pure=True)
-
-
-class Row:
-  """A lane's part of a row: 8 neighbouring columns a load, a load every 256 columns, from its warp's slice."""
-
-  def __init__(self, lane, warp, team: Team, dtype: ir.Type):
-    self._team, self._is_bf16, self.loads = team, isinstance(dtype, ir.BF16Type), team.loads
-    self.unpack = unpack(dtype)
-    part = arith.andi(warp, ptx.const(team.warps - 1))
-    first = arith.muli(part, ptx.const(team.slice))
-    self._column = arith.addi(first, arith.muli(lane, ptx.const(_LOAD_BYTES // 2)))
-    end = arith.minui(arith.addi(first, ptx.const(team.slice)), ptx.const(team.width))
-    self._guards = {}
-    for load in range(team.loads):
-      if team.reaches_past(load):
-        column = arith.addi(self._column, ptx.const(load * _LOAD_COLUMNS))
-        self._guards[load] = arith.cmpi(arith.CmpIPredicate.ult, column, end)
-
-  def base(self, array: ir.Value) -> ir.Value:
-    """Address of the lane's part of row 0."""
-    return ptx.offset(array, self._column, 2)
-
-  def start(self, array: ir.Value, index: ir.Value) -> ir.Value:
-    """Address of the lane's part of a row."""
-    return ptx.offset(self.base(array), index, 2 * self._team.width)
-
-  def load(self, address: ir.Value, instruction: str, *policy: ir.Value, loads: range | None = None) -> list[ir.Value]:
-    """The lane's words, two columns each; zeros where it has no columns. `loads`: only some."""
-    words = []
-    for load in loads or range(self.loads):
-      at, operands, constraints = f"[$4+{load * 2 * _LOAD_COLUMNS}]", [address, *policy], "l" + ",l" * len(policy)
-      hint = ", $5" if policy else ""
-      read = f"{instruction} {{$0, $1, $2, $3}}, {at}{hint};"
-      outputs = "=r,=r,=r,=r"
-      if load in self._guards:
-        operands.append(self._guards[load])
-        constraints += ",b"
-        read = f"mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; @${3 + len(operands)} {read}"
-        outputs = "=&r,=&r,=&r,=&r"
-      words += ptx.asm((ptx.i32(),) * 4, operands, read, f"{outputs},{constraints}")
-    return words
-
-  def load_weights(self, base: ir.Value, neuron: ir.Value, keep: ir.Value) -> list[ir.Value]:
-    """The lane's words of a weight's row. Rows are what L2 is for; all else streams past it."""
-    address = ptx.offset(base, neuron, 2 * self._team.width)
-    return self.load(address, "ld.global.nc.L2::cache_hint.v4.b32", keep)
-
-  def store(self, address: ir.Value, values: list[ir.Value], exists: ir.Value) -> None:
-    """Rounds and writes the lane's columns."""
-    kind = "bf16x2" if self._is_bf16 else "f16x2"
-    words = [
-      ptx.asm((ptx.i32(),), [high, low], f"cvt.rn.{kind}.f32 $0, $1, $2;", "=r,f,f", pure=True)
-      for low, high in zip(values[::2], values[1::2])
-    ]
-    for load in range(self.loads):
-      guard = arith.andi(exists, self._guards[load]) if load in self._guards else exists
-      text = f"@$5 st.global.cs.v4.b32 [$0+{load * 2 * _LOAD_COLUMNS}], {{$1, $2, $3, $4}};"
-      ptx.asm((), [address, *words[4 * load : 4 * load + 4], guard], text, "l,r,r,r,r,b")
-
-  def value(self, entry: ir.Value) -> ir.Value:
-    """The value of an entry, its upper half."""
-    return self.unpack(entry)[1]
-
-
 def _place(first_token, team: Team) -> tuple[ir.Value, ir.Value, ir.Value]:
   """(lane, warp, the warp's token), which may lie past the last."""
   lane, warp = ptx.lane_and_warp()
@@ -404,51 +278,14 @@ def _neuron(entry: ir.Value) -> ir.Value:
   return arith.andi(entry, ptx.const(0xFFFF))
 
 
-def fma(a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-  """a * b + c in float32."""
-  return ptx.asm((ptx.f32(),), [a, b, c], "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", pure=True)
-
-
-def _sum(values: list[ir.Value]) -> ir.Value:
-  total, *rest = values
-  for value in rest:
-    total = arith.addf(total, value)
-  return total
-
-
-def _dot(row: Row, words: list[ir.Value], x: list[ir.Value]) -> ir.Value:
-  """Of a lane's columns; four chains, so that additions do not wait for one another."""
-  sums = [ptx.const_f32(0.0)] * 4
-  for n, word in enumerate(words):
-    for half, value in enumerate(row.unpack(word)):
-      k = (2 * n + half) % 4
-      sums[k] = fma(value, x[2 * n + half], sums[k])
-  return _sum([arith.addf(sums[0], sums[1]), arith.addf(sums[2], sums[3])])
-
-
-def _warp_sum(value: ir.Value) -> ir.Value:
-  for distance in (16, 8, 4, 2, 1):
-    value = arith.addf(value, utils.shfl_bfly(value, distance))
-  return value
-
-
 def _note_if_not_finite(x: list[ir.Value], lane: ir.Value, head: ir.Value) -> None:
   """Sets MISFIT in the head: a finite number times zero is zero, anything else gives NaN."""
   zero = ptx.const_f32(0.0)
-  total = zero
+  product = zero
   for value in x:
-    total = fma(value, zero, total)
+    product = fma(value, zero, product)
   text = (
     "{.reg .pred p, q; .reg .b32 one; setp.neu.f32 p, $0, 0f00000000; vote.sync.any.pred q, p, "
     f"{ptx.ALL_LANES}; mov.b32 one, 1; setp.eq.and.u32 p, $1, 0, q; @p st.shared.b32 [$2+{4 * MISFIT}], one;}}"
   )
-  ptx.asm((), [total, lane, head], text, "f,r,r")
-
-
-def loop(count: ir.Value, unroll: int, step: Callable, carry: list[ir.Value]) -> list[ir.Value]:
-  """carry = step(place, n, carry) for n places at a time: `unroll` of them, then the rest one by one."""
-  if unroll == 1:
-    return ptx.for_each(ptx.const(0), count, 1, lambda place, carry: step(place, 1, carry), carry)
-  full = arith.muli(arith.divui(count, ptx.const(unroll)), ptx.const(unroll))
-  carry = ptx.for_each(ptx.const(0), full, unroll, lambda place, carry: step(place, unroll, carry), carry)
-  return ptx.for_each(full, count, 1, lambda place, carry: step(place, 1, carry), carry)
+  ptx.asm((), [product, lane, head], text, "f,r,r")

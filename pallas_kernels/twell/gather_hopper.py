@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
 from pallas_kernels.twell import gather_blocks as blocks
+from pallas_kernels.twell import rows
 from pallas_kernels.twell.format import ROW_CAPACITY
 
 
@@ -61,7 +62,7 @@ def gather(
   """
   config = config or Config()
   (num_tokens, width), (_, tiles, words) = x_MD.shape, words_MTS.shape
-  team, dtype = blocks.Team.for_width(width), x_MD.dtype
+  team, dtype = rows.Team.for_width(width), x_MD.dtype
   gated, started = w_up_FD is not None, start_MD is not None
   if num_tokens == 0:
     return jnp.zeros_like(x_MD), jnp.zeros((0,), jnp.float32), jnp.zeros((0,), jnp.int32)
@@ -102,7 +103,7 @@ def gather(
       interpret=interpret,
     )
 
-  scratch = [plgpu.SMEM((blocks.WARPS, capacity), jnp.uint32), plgpu.SMEM((blocks.WARPS, blocks.HEAD_WORDS), jnp.int32)]
+  scratch = [plgpu.SMEM((rows.WARPS, capacity), jnp.uint32), plgpu.SMEM((rows.WARPS, blocks.HEAD_WORDS), jnp.int32)]
   operands = [x_MD, words_MTS.reshape(num_tokens, tiles * words), w_down_FD]
   y_MD, l1_M, counts_MP = mosaic.kernel(
     body,
@@ -113,7 +114,7 @@ def gather(
     ),
     grid=(-(-num_tokens // team.tokens),),
     grid_names=("team",),
-    scratch_types=scratch + [plgpu.SMEM((blocks.WARPS, capacity), jnp.float32)] * gated,
+    scratch_types=scratch + [plgpu.SMEM((rows.WARPS, capacity), jnp.float32)] * gated,
     kernel_name="twell_gather",
     interpret=interpret,
   )(*operands, *[w_up_FD] * gated, *[start_MD] * started)

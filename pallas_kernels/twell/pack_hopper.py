@@ -57,13 +57,29 @@ class Config:
     raise ValueError(f"twell.pack: a tile of {spec} does not fit into shared memory beside two stages")
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "first", "config", "interpret"))
+@functools.partial(jax.jit, static_argnames=("spec", "first", "config", "num_sms", "interpret"))
 def pack(
-  x_MD: jax.Array, w_FD: jax.Array, spec: Spec, *, first: int = 0, config: Config | None = None, interpret: bool = False
+  x_MD: jax.Array,
+  w_FD: jax.Array,
+  spec: Spec,
+  *,
+  first: int = 0,
+  config: Config | None = None,
+  num_sms: int | None = None,
+  interpret: bool = False,
 ) -> jax.Array:
   """Returns words uint32[M, tiles, S] of the neurons from `first` on; the caller has checked shapes and dtypes.
 
   Rows past the end of an operand arrive as zeros, so that they give no entries.
+
+  Args:
+    x_MD: tokens.
+    w_FD: row n belongs to neuron n.
+    spec: of the result.
+    first: a neuron.
+    config: None: the fastest.
+    num_sms: one block runs on each; None: those of the device, which must then be there.
+    interpret: run in Mosaic's interpreter.
   """
   num_rows, num_neurons = x_MD.shape[0], w_FD.shape[0]
   tiles = spec.tiles(num_neurons - first)
@@ -77,7 +93,9 @@ def pack(
     w_FD = jnp.pad(w_FD, ((0, first + tiles * TILE - num_neurons), (0, 0)))
   config = config or Config.for_spec(spec)
   blocks = -(-x_MD.shape[0] // _PAIR)
-  clusters = min(_SMS_OF_A_TEST if interpret else device.num_sms(), 2 * blocks * tiles) // 2
+  if num_sms is None:
+    num_sms = _SMS_OF_A_TEST if interpret else device.num_sms()
+  clusters = min(num_sms // 2, blocks * tiles)
   transforms = mosaic.operand_transforms()
   words_MS = mosaic.kernel(
     functools.partial(
