@@ -1,8 +1,8 @@
 """What a warp does for a token of a packed matrix, as inline PTX: list its entries, multiply rows, add rows.
 
 A warpgroup has four warps, and a `rows.Team` of them shares a token. Warps run apart, since tokens differ in their
-number of entries; so what passes from one block to the next lies in shared memory, a row for each warp. Each block has a
-stand-in for the interpreter.
+number of entries; so what passes from one block to the next lies in shared memory, a row for each warp. Each block has
+a stand-in for the interpreter.
 
 Dimension key: W the four warps, E entries that a list holds, M tokens, D model width, F neurons.
 """

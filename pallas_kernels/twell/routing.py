@@ -25,12 +25,6 @@ _L2_BYTES = 48 << 20
 _CHUNK = 8192  # rows computed densely at a time, which bounds the temporaries
 # Numbers of rows that have a program of their own; for more, all rows are computed.
 _RUNGS = (256, 1024, 4096, 16384, 49152)
-  256,
-  1024,
-  4096,
-  16384,
-  49152,
-)  # numbers of rows that have a program of their own; above, all rows are computed
 
 
 def sample_rows(num_tokens: int) -> np.ndarray:
