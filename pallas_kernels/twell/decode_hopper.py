@@ -1,8 +1,8 @@
 """The feed-forward block for a few tokens, on Hopper: two kernels, bound by the bytes of the weights that they read.
 
 `hidden` reads the gate once: a block multiplies 64 neurons with all tokens on the tensor cores, sees which fire for
-which token, and reads the rows of Wu of those alone. `combine` reads their rows of Wd: a block has 128 columns of a
-token. There is no packed form and so no overflow, and no branch: any density, any value, exact.
+which token, and reads the rows of Wu of those alone (or multiplies again, if they are many). `combine` reads their rows
+of Wd: a block has 128 columns of a token. There is no packed form and so no overflow: any density, any value, exact.
 
 A neuron is listed if its gate is not 0 after ReLU, or is -inf before: 0 * (x . w_up) is NaN if the token is not finite,
 as it is in the dense block.
@@ -28,6 +28,7 @@ from pallas_kernels.twell.reference import Sums
 
 MAX_TOKENS = 64
 _NEURONS = 64  # of a block of `hidden`: the rows of one wgmma
+_MANY_PAIRS = 48  # of token and neuron in a block; more are faster by a second product, 0.1 us each against 5 us
 _STAGE_BYTES = 180 * 1024  # of operands on their way; a block reads 256 KB of the gate at D = 2048
 _COLUMNS = 128  # of a block of `combine`, four a lane
 _MANY_WARPS = 16  # of a block of `combine`; each has its share of the neurons
@@ -88,6 +89,7 @@ def hidden(
       plgpu.SMEM((_NEURONS, num_tokens), jnp.float32),
       plgpu.SMEM((num_tokens, _NEURONS // bits.BITS), jnp.uint32),
       plgpu.SMEM((num_tokens * _NEURONS,), jnp.uint16),
+      plgpu.SMEM((1,), jnp.int32),
       plgpu.Barrier(num_arrivals=2, num_barriers=stages),
     ],
     kernel_name="twell_decode_hidden",
@@ -96,89 +98,123 @@ def hidden(
 
 
 def _hidden_kernel(x_ref, firing_ref, w_down_ref, *rest, gated: bool, interpret: bool):
-  *up_ref, h_ref, listed_ref, fires_ref, x_smem, w_smem, gate_smem, bits_smem, pairs_smem, full = rest
+  *up_ref, h_ref, listed_ref, fires_ref, x_smem, w_smem, gate_smem, bits_smem, pairs_smem, count_smem, full = rest
   block = lax.axis_index("block")
   stages, num_tokens, step_width = x_smem.shape
   steps = x_ref.shape[1] // step_width
 
-  def fetch(step):
-    slot, columns = lax.rem(step, stages), pl.ds(step * step_width, step_width)
-    plgpu.copy_gmem_to_smem(firing_ref.at[pl.ds(block * _NEURONS, _NEURONS), columns], w_smem.at[slot], full.at[slot])
-    plgpu.copy_gmem_to_smem(x_ref.at[:, columns], x_smem.at[slot], full.at[slot])
+  def product(w_ref, earlier_steps: int):
+    """f32[N, P], this block's neurons times the tokens."""
 
-  lax.fori_loop(0, stages, lambda step, _: fetch(step), None)
+    def fetch(step):
+      slot, columns = lax.rem(earlier_steps + step, stages), pl.ds(step * step_width, step_width)
+      plgpu.copy_gmem_to_smem(w_ref.at[pl.ds(block * _NEURONS, _NEURONS), columns], w_smem.at[slot], full.at[slot])
+      plgpu.copy_gmem_to_smem(x_ref.at[:, columns], x_smem.at[slot], full.at[slot])
 
-  def multiply(acc):
-    def step(k, _):
-      slot = lax.rem(k, stages)
-      plgpu.barrier_wait(full.at[slot])
-      plgpu.wgmma(acc, w_smem.at[slot], x_smem.at[slot].transpose((1, 0)))
-      if steps > stages:
-        plgpu.wgmma_wait(1)  # the step before has been read
-        pl.when((k > 0) & (k - 1 + stages < steps))(lambda: fetch(k - 1 + stages))
+    lax.fori_loop(0, stages, lambda step, _: fetch(step), None)
 
-    lax.fori_loop(0, steps, step, None)
-    return acc[...]
+    def multiply(acc):
+      def step(k, _):
+        slot = lax.rem(earlier_steps + k, stages)
+        plgpu.barrier_wait(full.at[slot])
+        plgpu.wgmma(acc, w_smem.at[slot], x_smem.at[slot].transpose((1, 0)))
+        if steps > stages:
+          plgpu.wgmma_wait(1)  # the step before has been read
+          pl.when((k > 0) & (k - 1 + stages < steps))(lambda: fetch(k - 1 + stages))
 
-  gate_NP = pl.run_scoped(multiply, plgpu.ACC((_NEURONS, num_tokens), jnp.float32))
-  # -inf stays: it is listed, though it does not fire.
+      lax.fori_loop(0, steps, step, None)
+      return acc[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC((_NEURONS, num_tokens), jnp.float32))
+
+  gate_NP = product(firing_ref, 0)
   rounded_NP = gate_NP.astype(x_ref.dtype).astype(jnp.float32)
-  gate_smem[...] = jnp.where(gate_NP == -jnp.inf, gate_NP, jnp.maximum(rounded_NP, 0))
+  # -inf stays: it is listed, though it does not fire.
+  kept_NP = jnp.where(gate_NP == -jnp.inf, gate_NP, jnp.maximum(rounded_NP, 0))
+  gate_smem[...] = kept_NP
   plgpu.commit_smem()
-  operands = (x_ref, up_ref[0] if gated else None, w_down_ref, gate_smem, h_ref, listed_ref, fires_ref)
-  _hidden_of_block(*operands, bits_smem, pairs_smem, block, interpret=interpret)
+  read = (w_down_ref, *up_ref)
+  _list(gate_smem, read, listed_ref, fires_ref, bits_smem, pairs_smem, count_smem, block, interpret=interpret)
+  write = functools.partial(
+    _write_hidden, x_ref, h_ref, gate_smem, bits_smem, pairs_smem, count_smem, block, interpret=interpret
+  )
+  if not gated:
+    write(None, is_hidden=False)
+    return
+
+  def many():
+    up_NP = product(up_ref[0], steps)
+    gate_smem[...] = jnp.maximum(kept_NP, 0) * up_NP
+    plgpu.commit_smem()
+    write(None, is_hidden=True)
+
+  lax.cond(count_smem[0] > _MANY_PAIRS, many, lambda: write(up_ref[0], is_hidden=False))
 
 
-def _hidden_of_block(
-  x_ref,
-  up_ref,
-  down_ref,
-  gate_smem,
-  h_ref,
-  listed_ref,
-  fires_ref,
-  bits_smem,
-  pairs_smem,
-  block,
-  *,
-  interpret: bool,
+def _list(
+  gate_smem, weight_refs, listed_ref, fires_ref, bits_smem, pairs_smem, count_smem, block, *, interpret: bool
 ) -> None:
-  """From the gates of 64 neurons to their hidden values.
+  """Says who is listed and who fires, to memory; lists the pairs of token and neuron, and their number.
 
-  Each warp sees for every fourth token who is listed; then all warps share the pairs of token and neuron.
+  The rows of the weights that will be read start on their way to L2.
+  """
+  num_tokens = gate_smem.shape[1]
+  if interpret:
+    gate_NP = gate_smem[...]
+    own_words = pl.ds(block * (_NEURONS // bits.BITS), _NEURONS // bits.BITS)
+    bits_smem[...] = listed_ref[:, own_words] = bits.join(gate_NP.T != 0)
+    fires_ref[:, own_words] = bits.join(jnp.maximum(gate_NP, 0).T != 0)
+    count_smem[0] = jnp.sum(gate_NP != 0, dtype=jnp.int32)
+    return
+
+  width = weight_refs[0].shape[1]
+  refs = [gate_smem, listed_ref, fires_ref, bits_smem, pairs_smem, count_smem, *weight_refs]
+
+  @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT, *[plgpu.RefType()] * len(refs)), return_type=None)
+  def run(ctx, block, gates, listed_ref, fires_ref, seen, pairs, count, *weights):
+    del ctx
+    words_of_a_token = ir.MemRefType(listed_ref.type).shape[1]
+    gates, seen, pairs, count = map(ptx.shared_address, (gates, seen, pairs, count))
+    words = [ptx.global_address(ref) for ref in (listed_ref, fires_ref)]
+    weights = [ptx.global_address(ref) for ref in weights]
+    _see_who_is_listed(gates, seen, words, weights, ptx.scalar(block), num_tokens, words_of_a_token, width)
+    utils.warpgroup_barrier()
+    number = _list_pairs(seen, pairs, num_tokens * _NEURONS // bits.BITS)
+    ptx.asm((), [count, number], "st.shared.b32 [$0], $1;", "r,r")  # the same by every lane
+    utils.warpgroup_barrier()
+    return []
+
+  run(block, *refs)
+
+
+def _write_hidden(
+  x_ref, h_ref, gate_smem, bits_smem, pairs_smem, count_smem, block, up_ref, *, is_hidden: bool, interpret: bool
+) -> None:
+  """h_ref[token, neuron] of all pairs: relu(gate), times x . Wu[neuron] if there is an up_ref.
+
+  is_hidden: gate_smem holds h itself.
   """
   num_tokens, width = x_ref.shape
   if interpret:
-    gate_NP, own = gate_smem[...], pl.ds(block * _NEURONS, _NEURONS)
-    value_NP = jnp.maximum(gate_NP, 0)
-    h_NP = value_NP
+    own = pl.ds(block * _NEURONS, _NEURONS)
+    h_NP = gate_smem[...] if is_hidden else jnp.maximum(gate_smem[...], 0)
     if up_ref is not None:
-      h_NP = value_NP * (up_ref[own].astype(jnp.float32) @ x_ref[...].astype(jnp.float32).T)
-    listed_NP, fires_NP = gate_NP != 0, value_NP != 0
-    h_ref[:, own] = jnp.where(listed_NP, h_NP, jnp.nan).T  # the GPU leaves the others unwritten
-    own_words = pl.ds(block * (_NEURONS // bits.BITS), _NEURONS // bits.BITS)
-    listed_ref[:, own_words], fires_ref[:, own_words] = bits.join(listed_NP.T), bits.join(fires_NP.T)
+      h_NP = h_NP * (up_ref[own].astype(jnp.float32) @ x_ref[...].astype(jnp.float32).T)
+    h_ref[:, own] = jnp.where(bits.expand(bits_smem[...]), h_NP.T, jnp.nan)  # the GPU leaves the others unwritten
     return
 
-  refs = [x_ref, down_ref, gate_smem, h_ref, listed_ref, fires_ref, bits_smem, pairs_smem]
-  refs += [] if up_ref is None else [up_ref]
+  refs = [x_ref, h_ref, gate_smem, pairs_smem, count_smem] + ([] if up_ref is None else [up_ref])
 
   @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT, *[plgpu.RefType()] * len(refs)), return_type=None)
-  def run(ctx, block, x_ref, down_ref, gates, h_ref, listed_ref, fires_ref, seen, pairs, *up_ref):
+  def run(ctx, block, x_ref, h_ref, gates, pairs, count, *up_ref):
     del ctx
-    block = ptx.scalar(block)
-    first = arith.muli(block, ptx.const(_NEURONS))
+    first = arith.muli(ptx.scalar(block), ptx.const(_NEURONS))
     num_neurons = ir.MemRefType(h_ref.type).shape[1]
-    gates, seen, pairs = map(ptx.shared_address, (gates, seen, pairs))
-    words = [ptx.global_address(ref) for ref in (listed_ref, fires_ref)]
-    weights = [ptx.global_address(ref) for ref in (down_ref, *up_ref)]
-    _see_who_is_listed(gates, seen, words, weights, block, num_tokens, num_neurons, width)
-    utils.warpgroup_barrier()
-    count = _list_pairs(seen, pairs, num_tokens * _NEURONS // bits.BITS)
-    utils.warpgroup_barrier()
+    gates, pairs, count = map(ptx.shared_address, (gates, pairs, count))
     lane, warp = ptx.lane_and_warp()
+    number = ptx.asm((ptx.i32(),), [count], "ld.shared.b32 $0, [$1];", "=r,r")
     others = arith.subi(ptx.const(rows.WARPS - 1), warp)
-    mine = arith.divui(arith.addi(count, others), ptx.const(rows.WARPS))
+    mine = arith.divui(arith.addi(number, others), ptx.const(rows.WARPS))
     x, h_out = ptx.global_address(x_ref), ptx.global_address(h_ref)
     x_type = ir.MemRefType(x_ref.type).element_type
 
@@ -188,11 +224,14 @@ def _hidden_of_block(
         nth = arith.addi(arith.muli(arith.addi(place, ptx.const(n)), ptx.const(rows.WARPS)), warp)
         text = "{.reg .b16 t; ld.shared.b16 t, [$2]; cvt.u32.u16 $1, t; and.b32 $0, $1, 63; shr.u32 $1, $1, 6;}"
         found.append(ptx.asm((ptx.i32(),) * 2, [ptx.offset(pairs, nth, 2)], text, "=&r,=&r,r"))
-      rows_of = [(token, arith.addi(first, neuron)) for neuron, token in found]
-      dots = rows.dots_of_rows(x, weights[1], rows_of, lane, width, x_type) if up_ref else [None] * number
+      dots = [None] * number
+      if up_ref:
+        rows_of = [(token, arith.addi(first, neuron)) for neuron, token in found]
+        dots = rows.dots_of_rows(x, ptx.global_address(up_ref[0]), rows_of, lane, width, x_type)
       for (neuron, token), dot in zip(found, dots):
         at = ptx.offset(ptx.offset(gates, neuron, 4 * num_tokens), token, 4)
-        h = ptx.asm((ptx.f32(),), [at], "ld.shared.f32 $0, [$1]; max.NaN.f32 $0, $0, 0f00000000;", "=f,r")
+        relu = "" if is_hidden else "max.NaN.f32 $0, $0, 0f00000000;"
+        h = ptx.asm((ptx.f32(),), [at], f"ld.shared.f32 $0, [$1]; {relu}", "=f,r")
         h = h if dot is None else arith.mulf(h, dot)
         at = ptx.offset(ptx.offset(h_out, token, 4 * num_neurons), arith.addi(first, neuron), 4)
         ptx.asm((), [at, h, lane], "{.reg .pred p; setp.eq.u32 p, $2, 0; @p st.global.f32 [$0], $1;}", "l,f,r")
@@ -204,7 +243,7 @@ def _hidden_of_block(
   run(block, *refs)
 
 
-def _see_who_is_listed(gates, seen, words, weights, block, num_tokens: int, num_neurons: int, width: int) -> None:
+def _see_who_is_listed(gates, seen, words, weights, block, num_tokens: int, words_of_a_token: int, width: int) -> None:
   """The bits of the 64 neurons for each token, to memory and to `seen`; their rows start on the way to L2."""
   lane, warp = ptx.lane_and_warp()
   high = arith.addi(lane, ptx.const(bits.BITS))
@@ -219,7 +258,9 @@ def _see_who_is_listed(gates, seen, words, weights, block, num_tokens: int, num_
       )
     ballots = ptx.asm((ptx.i32(),) * 4, [gate_of(lane), gate_of(high)], text + "}", "=&r,=&r,=&r,=&r,r,r")
     listed, fires = ballots[:2], ballots[2:]
-    word = arith.addi(arith.muli(token, ptx.const(num_neurons // bits.BITS)), arith.muli(block, ptx.const(2)))
+    word = arith.addi(
+      arith.muli(token, ptx.const(words_of_a_token)), arith.muli(block, ptx.const(_NEURONS // bits.BITS))
+    )
     store = "{{.reg .pred p; setp.eq.u32 p, $3, 0; @p st.{}.v2.b32 [$0], {{$1, $2}};}}"
     for address, pair in zip(words, (listed, fires)):
       ptx.asm((), [ptx.offset(address, word, 4), *pair, lane], store.format("global"), "l,r,r,r")
