@@ -22,7 +22,9 @@ from sparse_lm.parallel import sharding
 from sparse_lm.precision.linear import linear
 
 
-def sparsified(model: Transformer, config: ModelConfig, tokens_BL: jax.Array, non_zeros: float) -> Transformer:
+def sparsified(
+  model: Transformer, config: ModelConfig, tokens_BL: jax.Array, non_zeros: float, first: int = 0
+) -> Transformer:
   """Returns the model with other weights on and into feature 0, and larger embeddings.
 
   Args:
@@ -30,6 +32,7 @@ def sparsified(model: Transformer, config: ModelConfig, tokens_BL: jax.Array, no
     config: of the model, whose neurons ReLU can switch off.
     tokens_BL: on which it is to have this many non-zeros.
     non_zeros: mean over tokens, in every layer.
+    first: position of the first token of a sequence that counts.
   """
   gate = gate_parameter(config.ffn_kind)
 
@@ -50,7 +53,7 @@ def sparsified(model: Transformer, config: ModelConfig, tokens_BL: jax.Array, no
     w_FD = getattr(block.feedforward, gate)[...]
     p_BLF = linear("BLD,FD->BLF", in_BLD, w_FD, model.recipe).astype(jnp.float32)
     ratio_BLF = sharding.gather(p_BLF / in_BLD[:, :, :1].astype(jnp.float32))
-    bias = -jnp.quantile(ratio_BLF, 1 - non_zeros / config.ffn_width)
+    bias = -jnp.quantile(ratio_BLF[:, first:], 1 - non_zeros / config.ffn_width)
     return biased(block, bias).finish(x_BLD, o_BLHK, real_BL)[0], bias
 
   def biased(blocks: Block, bias: jax.Array) -> Block:
