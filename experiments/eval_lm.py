@@ -48,14 +48,15 @@ def main(argv: list[str]) -> None:
   for name in ("task_data", "task_files", "limit") if not _TASKS.value else ():
     if flags.FLAGS[name].value is not None:
       raise UserError(f"--{name} has no effect without --tasks; leave it out")
-  from sparse_lm.evaluation import activity, harness, perplexity  # seconds to import: a wrong flag is answered before
+  from sparse_lm import data  # seconds to import: a wrong flag is answered before
+  from sparse_lm.evaluation import activity, harness, perplexity
   from sparse_lm.hf.read import is_hf_folder
   from sparse_lm.inference import open_model
   from sparse_lm.training import recorder
 
   if _OUT.value is None and is_hf_folder(Path(_MODEL.value).expanduser()):
     raise UserError(f"{_MODEL.value} is no run's folder to write results to; give --out=FOLDER")
-  texts = _texts(_TEXT.value) if _TEXT.value else []
+  texts = data.texts(_TEXT.value, "--text") if _TEXT.value else []
   say = lambda line: print(line, file=sys.stderr, flush=True)
   opened = open_model(
     _MODEL.value,
@@ -99,16 +100,6 @@ def main(argv: list[str]) -> None:
       report=say,
     )
     finish(of_tasks, {"tasks": tasks, "mean_acc": harness.mean_acc(tasks), "limit": _LIMIT.value}, _show_tasks)
-
-
-def _texts(paths: str) -> list[str]:
-  from sparse_lm import data
-  from sparse_lm.config import DataConfig
-
-  try:
-    return [text for _, text in data.documents(DataConfig(source="text", path=paths))]
-  except UserError as error:
-    raise UserError(str(error).replace("data.path", "--text")) from None
 
 
 def _earlier(out: Path, name: str, identity: dict[str, Any]) -> dict[str, Any]:

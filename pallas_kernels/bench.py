@@ -37,8 +37,31 @@ def device_time(function: collections.abc.Callable, *args, samples: int = 15, se
 
   queue(3)  # compiles, loads the module, fills the allocator
   calls = max(1, int(seconds / (queue(5) / 5)))
-  milliseconds = [1e3 * queue(calls) / calls for _ in range(samples)]
-  p10, median, p90 = np.percentile(milliseconds, [10, 50, 90])
+  return _quantiles([queue(calls) / calls for _ in range(samples)])
+
+
+def call_time(function: collections.abc.Callable, *args, samples: int = 15, seconds: float = 0.01) -> Timing:
+  """Returns median, p10 and p90 of the milliseconds of one call that is waited for, its dispatch included.
+
+  For programs that XLA runs as CUDA graphs: it records a graph anew when buffers move, as they do in a queue of calls.
+  Here every call finds them where they were, because each result is dropped before the next call. Let the program be
+  long beside its dispatch (some 100 us). Calls are timed one by one, `samples` times as many as fill `seconds`.
+  """
+  call = jax.jit(function)
+
+  def once() -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(call(*args))
+    return time.perf_counter() - start
+
+  warm = [once() for _ in range(8)]
+  calls = samples * max(1, int(seconds / min(warm)))
+  return _quantiles([once() for _ in range(calls)])
+
+
+def _quantiles(times: list[float]) -> Timing:
+  """Of seconds."""
+  p10, median, p90 = 1e3 * np.percentile(times, [10, 50, 90])
   return {"ms": float(median), "ms_p10": float(p10), "ms_p90": float(p90)}
 
 

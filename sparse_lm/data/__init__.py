@@ -9,4 +9,5 @@ from sparse_lm.data.packing import Blocks as Blocks
 from sparse_lm.data.packing import padding as padding
 from sparse_lm.data.pipeline import open_dataset as open_dataset
 from sparse_lm.data.text import documents as documents
+from sparse_lm.data.text import texts as texts
 from sparse_lm.data.tokenizer import Tokenizer as Tokenizer

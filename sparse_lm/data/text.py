@@ -35,6 +35,14 @@ def documents(config: DataConfig) -> Documents:
     yield from readers[file.suffix.lower()](file)
 
 
+def texts(paths: str, flag: str) -> list[str]:
+  """Returns the text of every document in files that a flag names, as `data.path` does; errors speak of the flag."""
+  try:
+    return [text for _, text in documents(DataConfig(source="text", path=paths))]
+  except UserError as error:
+    raise UserError(str(error).replace("data.path", flag)) from None
+
+
 # Which files --------------------------------------------------------------------------------------------------------
 
 

@@ -10,12 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_lm.errors import UserError
+from sparse_lm.evaluation.feedforward_inputs import at_blocks, batches, contexts, require_neurons
 from sparse_lm.inference.opening import OpenedModel
 from sparse_lm.models.transformer import Transformer
 from sparse_lm.training.state import COMPILER_OPTIONS
 
-_TOKENS_PER_CALL = 16_384
 _LISTED = 20  # tokens at each end
 
 
@@ -45,20 +44,20 @@ def activity(
   """
   require_neurons(opened)
   length, vocab_size = opened.config.context_length, opened.config.vocab_size
-  inputs_BL = _contexts(opened, texts, length, max_tokens)
-  rows = max(1, min(_TOKENS_PER_CALL // length, len(inputs_BL)))
+  inputs_BL = contexts(opened, texts, max_tokens)
   sums_NL, max_N = np.zeros((opened.config.num_layers, length)), np.zeros(opened.config.num_layers, np.int32)
   token_sums_V, token_counts_V = np.zeros(vocab_size), np.zeros(vocab_size, np.int64)
-  for first in range(0, len(inputs_BL), rows):
-    part_BL = inputs_BL[first : first + rows]
-    padded_BL = np.concatenate([part_BL, np.zeros((rows - len(part_BL), length), np.int32)])
-    counts_NBL = np.asarray(_counts(opened.model, jnp.asarray(padded_BL)))[:, : len(part_BL)]
+  done = 0
+  for padded_BL, real in batches(inputs_BL):
+    part_BL = padded_BL[:real]
+    counts_NBL = np.asarray(_counts(opened.model, jnp.asarray(padded_BL)))[:, :real]
     sums_NL += counts_NBL.sum(axis=1, dtype=np.float64)
     max_N = np.maximum(max_N, counts_NBL.max(axis=(1, 2)))
     means_BL = counts_NBL.mean(axis=0, dtype=np.float64)
     token_sums_V += np.bincount(part_BL.ravel(), weights=means_BL.ravel(), minlength=vocab_size)
     token_counts_V += np.bincount(part_BL.ravel(), minlength=vocab_size)
-    report(f"counted {(first + len(part_BL)) * length:,} of {inputs_BL.size:,} tokens")
+    done += part_BL.size
+    report(f"counted {done:,} of {inputs_BL.size:,} tokens")
   listed = [int(v) for v in np.flatnonzero(token_counts_V >= max(min_count, 1))]
   listed.sort(key=lambda v: token_sums_V[v] / token_counts_V[v])
   entry = lambda v: {
@@ -78,34 +77,8 @@ def activity(
   }
 
 
-def require_neurons(opened: OpenedModel) -> None:
-  """Raises UserError for a model whose hidden units are never off."""
-  if opened.config.ffn_kind not in ("gated_relu", "relu"):
-    raise UserError(f"model.ffn_kind={opened.config.ffn_kind!r} has no neurons that ReLU can switch off")
-
-
-def _contexts(opened: OpenedModel, texts: Iterable[str], length: int, max_tokens: int) -> np.ndarray:
-  tokens: list[int] = [opened.tokenizer.eos_id]
-  for text in texts:
-    tokens += [*opened.tokenizer.encode(text), opened.tokenizer.eos_id]
-    if len(tokens) >= max_tokens:
-      break
-  count = min(len(tokens), max_tokens) // length
-  if count == 0:
-    raise UserError(f"{len(tokens)} tokens do not fill one context of {length}; give more text or a larger limit")
-  return np.array(tokens[: count * length], np.int32).reshape(count, length)
-
-
 @jax.jit(compiler_options=COMPILER_OPTIONS)
 def _counts(model: Transformer, tokens_BL) -> jax.Array:
   """i32[N, B, L]: units of each layer that fire for each token."""
-  real_BL = jnp.ones_like(tokens_BL, dtype=bool)
-  angles = model.angles(jnp.arange(tokens_BL.shape[1])[None, :])
-
-  def layer(x_BLD, block):
-    q_BLHK, k_BLGK, v_BLGK = block.project(x_BLD, angles)
-    o_BLHK = block.attention.attend(q_BLHK, k_BLGK, v_BLGK, None)
-    gate_BLF = block.feedforward.gate(block.feedforward_norm(x_BLD + block.attention.merge(o_BLHK)))
-    return block.finish(x_BLD, o_BLHK, real_BL)[0], jnp.sum(gate_BLF != 0, axis=-1, dtype=jnp.int32)
-
-  return jax.lax.scan(layer, model.embed(tokens_BL), model.blocks)[1]
+  firing = lambda x_BLD, block: jnp.sum(block.gate(x_BLD) != 0, axis=-1, dtype=jnp.int32)
+  return at_blocks(model, tokens_BL, firing)

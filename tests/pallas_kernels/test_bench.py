@@ -2,6 +2,7 @@
 
 import json
 import re
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -92,9 +93,33 @@ def test_a_machine_without_the_gpu_gets_no_times(monkeypatch):
     bench_kernels.main(["bench_kernels"])
 
 
-def test_quantiles_are_ordered_and_in_milliseconds():
-  timing = bench.device_time(lambda x: x + 1, jnp.zeros(8), samples=5, seconds=1e-3)
+@pytest.mark.parametrize("timer", [bench.device_time, bench.call_time])
+def test_quantiles_are_ordered_and_in_milliseconds(timer):
+  timing = timer(lambda x: x + 1, jnp.zeros(8), samples=5, seconds=1e-3)
   assert 0 < timing["ms_p10"] <= timing["ms"] <= timing["ms_p90"] < 1000
+
+
+def test_a_call_is_waited_for_and_its_result_dropped_before_the_next(monkeypatch):
+  clock, alive, most = [0.0], [], []
+
+  class Result:
+    def __init__(self):
+      alive.append(1)
+      most.append(len(alive))
+
+    def __del__(self):
+      alive.pop()
+
+    def block_until_ready(self):
+      clock[0] += 2e-3  # from here on the result is there
+      return self
+
+  monkeypatch.setattr(bench.jax, "jit", lambda function: function)
+  monkeypatch.setattr(bench, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
+  timing = bench.call_time(Result, samples=3, seconds=9e-3)
+  assert set(most) == {1}
+  assert len(most) == 8 + 3 * 4  # warm, and as often as fits into 9 ms
+  assert timing == pytest.approx({"ms": 2, "ms_p10": 2, "ms_p90": 2})
 
 
 def test_drawn_ids_and_offsets_are_legal_and_uneven():

@@ -225,6 +225,35 @@ class TestTwell:
     wrapper(jax.device_put(x_MD, NamedSharding(mesh, P("data"))), *weights, mesh=mesh, axes="data")
     assert seen == [{"data"}] * (2 + len(weights))
 
+  @pytest.mark.parametrize("tokens", [5, 70])  # the kernels for a few tokens, and those for many
+  def test_the_kernels_run_inside_the_wrapper(self, run, tokens):
+    mesh, rng = mesh_of(1), np.random.default_rng(0)
+    x_MD, weights = rng.normal(size=(tokens, 128)), rng.normal(size=(3, 128, 128)) / 8
+    x_MD[:, 0], weights[0, :, 0] = 1, -3
+    x_MD[2, 0] = -1  # overflows
+    put = lambda a, *spec: jax.device_put(jnp.asarray(a, jnp.bfloat16), NamedSharding(mesh, P(*spec)))
+    arrays = put(x_MD, "data"), *map(put, weights)
+    call = functools.partial(sharding.twell_gated_feedforward, mesh=mesh, axes="data", route="sparse", with_active=True)
+    kernel, reference = (jax.jit(functools.partial(call, implementation=i)) for i in ("interpret", "reference"))
+    (y_MD, stats), (expected_MD, expected) = run(kernel, *arrays), run(reference, *arrays)
+    difference = np.linalg.norm(y_MD.astype(np.float32) - expected_MD.astype(np.float32))
+    assert difference <= 5e-3 * np.linalg.norm(expected_MD.astype(np.float32))  # roundings of bfloat16
+    np.testing.assert_allclose(stats.l1, expected.l1, rtol=5e-3)
+    np.testing.assert_allclose(stats.l0, expected.l0, rtol=1e-6)
+    np.testing.assert_array_equal(stats.active, expected.active)
+    assert (stats.route, expected.overflow_rows) == (twell.SPARSE, 1)
+
+  @pytest.mark.parametrize("route", ["auto", "sparse"])
+  @pytest.mark.parametrize("tokens", [8 * 32, 8 * 1024])
+  def test_results_of_kernels_vary_over_the_axes_of_the_tokens(self, tokens, route):
+    """Traced only: JAX refuses a condition whose branches disagree, and an unvarying result that is then reduced."""
+    mesh = mesh_of(8)
+    x_MD = jax.ShapeDtypeStruct((tokens, 256), jnp.bfloat16, sharding=NamedSharding(mesh, P("data")))
+    w_FD = jax.ShapeDtypeStruct((1024, 256), jnp.bfloat16)
+    options = dict(mesh=mesh, axes="data", implementation="interpret", route=route, with_active=True)
+    y_MD, stats = jax.eval_shape(functools.partial(sharding.twell_gated_feedforward, **options), x_MD, w_FD, w_FD, w_FD)
+    assert (y_MD.shape, stats.active.shape) == (x_MD.shape, (1024,))
+
   def test_a_direct_call_names_the_wrapper(self, calls):
     local, wrapper, x_MD, weights = calls
     sharded_MD = jax.device_put(x_MD, NamedSharding(mesh_of(8), P("data")))

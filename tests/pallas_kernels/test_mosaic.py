@@ -9,7 +9,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import compile_check, device, mosaic
+from pallas_kernels import compile_cases, compile_check, device, mosaic
 
 M, N, K, STEPS = 64, 128, 64, 2
 
@@ -61,7 +61,7 @@ class TestMma:
 
   def test_lowers_for_cuda(self, registers):
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands())
-    case = compile_check.Case(functools.partial(product, registers=registers), shapes)
+    case = compile_cases.Case(functools.partial(product, registers=registers), shapes)
     assert len(compile_check.kernel_modules(compile_check.lower(case))) == 1
 
   @pytest.mark.gpu
@@ -74,6 +74,35 @@ def test_a_missing_fence_is_reported_as_a_race(monkeypatch):
   monkeypatch.setattr(plgpu, "commit_smem", lambda: None)
   with pytest.raises(AssertionError, match="data race"), mosaic.no_races():
     jax.block_until_ready(product(*operands(), registers=False, interpret=True))
+
+
+def test_a_race_of_a_kernel_that_is_not_the_last_is_reported(monkeypatch):
+  """The interpreter itself forgets it when the next kernel starts."""
+  kernel = lambda: jax.block_until_ready(product(*operands(), registers=False, interpret=True))
+
+  def race_then_none():
+    with monkeypatch.context() as patched:
+      patched.setattr(plgpu, "commit_smem", lambda: None)
+      kernel()
+    kernel()
+
+  with pytest.raises(AssertionError, match="data race"), mosaic.no_races():
+    race_then_none()
+
+
+def test_more_threads_than_the_interpreter_has_are_refused_with_both_numbers(monkeypatch):
+  """They would wait for one another forever."""
+  kernel = functools.partial(mosaic.kernel, None, out_type=None, num_threads=3, cluster=(2, 2))
+  monkeypatch.setattr(jax, "device_count", lambda backend: 2)
+  monkeypatch.setenv("NPROC", "11")
+  with pytest.raises(RuntimeError, match=r"runs this kernel in 12 threads, and JAX has 11 on this machine.* NPROC=16"):
+    kernel(interpret=True)
+  kernel(interpret=False)
+  monkeypatch.setenv("NPROC", "12")
+  kernel(interpret=True)
+  monkeypatch.setenv("NPROC", "1")
+  monkeypatch.setattr(jax, "device_count", lambda backend: 12)  # each CPU device has a thread of its own
+  kernel(interpret=True)
 
 
 def test_the_interpreter_is_usable_after_an_exception(run):

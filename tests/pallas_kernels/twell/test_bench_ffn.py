@@ -3,17 +3,19 @@
 import dataclasses
 import functools
 import json
-import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import program
 import pytest
+from absl import flags
+from absl.testing import flagsaver
 
-from experiments import bench_ffn
+from experiments import bench_ffn, ffn_tables, ffn_trained
+from experiments import ffn_measurement as measurement
 from experiments.bench_ffn import Case
-from pallas_kernels import bench, twell
+from experiments.ffn_measurement import Problem
+from pallas_kernels import bench, device, twell
 from pallas_kernels.twell import reference, shapes
 from pallas_kernels.twell.shapes import Activity, FfnShape
 from sparse_lm.benchmark import record_cases
@@ -146,23 +148,50 @@ def test_a_name_selects_its_case_and_a_beginning_all_that_begin_so():
     bench_ffn.choose(cases, ["decode/M=1", "decode/M=2"])
 
 
-def test_wrong_flags_are_refused_before_the_gpu_is_asked_for():
-  nothing, no_record, word, what, case, gpu = program.refusals(
-    "experiments.bench_ffn",
-    [],
-    ["--what=inference"],
-    ["--what=inference", "--record=runs/never", "more"],
-    ["--what=inference,train", "--record=runs/never"],
-    ["--what=inference", "--record=runs/never", "--cases=density,none"],
-    ["--what=inference", "--record=runs/never", "--cases=density"],
-  )
-  assert "--what=inference and --record=FOLDER are needed" in nothing
-  assert no_record == nothing
-  assert "'more' is not a flag" in word
-  assert "--what='train' is none of inference" in what
-  assert "--cases='none' starts no case's name" in case
-  assert "bench_ffn measures kernels for sm_90" in gpu
-  assert "no times were taken" in gpu
+@pytest.fixture
+def refusal():
+  """`refusal("--what=inference", ...)`: what a call with these flags is answered."""
+
+  def refused(*arguments):
+    with flagsaver.flagsaver(), pytest.raises(UserError) as answer:
+      bench_ffn.main(flags.FLAGS(["bench_ffn", *arguments]))
+    return str(answer.value)
+
+  yield refused
+  flags.FLAGS.unparse_flags()
+
+
+DRAWN, TRAINED = ("--what=inference", "--record=runs/never"), ("--what=trained", "--record=runs/never")
+A_MODEL = ("--model=runs/wide", "--text=a.txt")
+
+
+@pytest.mark.parametrize(
+  ("arguments", "said"),
+  [
+    ([], "--what=inference or --what=trained, and --record=FOLDER are needed"),
+    (["--what=inference"], "--what=inference or --what=trained, and --record=FOLDER are needed"),
+    ([*DRAWN, "more"], "'more' is not a flag"),
+    ([*DRAWN, "--what=inference,train"], "--what='train' is none of inference, trained"),
+    ([*DRAWN, "--cases=density,none"], "--cases='none' starts no case's name"),
+    ([*TRAINED, "--model=runs/wide"], "--what=trained needs --model=RUN_FOLDER and --text=FILES"),
+    ([*TRAINED, "--text=a.txt"], "--what=trained needs --model=RUN_FOLDER and --text=FILES"),
+    ([*TRAINED, *A_MODEL, "--cases=density"], "--cases has no effect without --what=inference; leave it out"),
+    ([*DRAWN, "--model=runs/wide"], "--model has no effect without --what=trained; leave it out"),
+    ([*DRAWN, "--text=a.txt"], "--text has no effect without --what=trained; leave it out"),
+    ([*DRAWN, "--tokens=131072"], "--tokens has no effect without --what=trained; leave it out"),
+  ],
+)
+def test_wrong_flags_are_refused_before_the_gpu_is_asked_for(arguments, said, refusal, monkeypatch):
+  monkeypatch.setattr(device, "missing_hopper", lambda: pytest.fail("the GPU was asked for"))
+  assert said in refusal(*arguments)
+
+
+def test_a_machine_without_the_gpu_gets_no_times(refusal):
+  both = ["--what=inference,trained", "--record=runs/never", *A_MODEL, "--tokens=4096", "--cases=density"]
+  for arguments in ([*DRAWN, "--cases=density"], [*TRAINED, *A_MODEL], both):
+    said = refusal(*arguments)
+    assert "bench_ffn measures kernels for sm_90" in said
+    assert "no times were taken" in said
 
 
 # Measuring.
@@ -172,14 +201,16 @@ def test_wrong_flags_are_refused_before_the_gpu_is_asked_for():
 def rehearsal(monkeypatch):
   """Replaces what would take minutes on a CPU, every measurement; what is to be timed is traced."""
 
-  def device_time(function, *args, samples):
-    jax.eval_shape(jax.jit(function), *args)
-    return {"ms": 0.5, "ms_p10": 0.4, "ms_p90": 0.6}
+  def timer(milliseconds):
+    def time(function, *args, samples):
+      jax.eval_shape(jax.jit(function), *args)
+      return {"ms": milliseconds, "ms_p10": 0.8 * milliseconds, "ms_p90": 1.2 * milliseconds}
+
+    return time
 
   monkeypatch.setattr(bench, "ceilings", lambda: {"copy_bytes_per_s": 4e12, "matmul_flop_per_s": 7e14})
-  monkeypatch.setattr(bench, "device_time", device_time)
-  routing = types.SimpleNamespace(sample_rows=lambda num_tokens: np.arange(0, num_tokens, 16, np.int32))
-  monkeypatch.setattr(twell, "routing", routing, raising=False)
+  monkeypatch.setattr(bench, "device_time", timer(0.5))
+  monkeypatch.setattr(bench, "call_time", timer(3.0))
 
 
 TINY = FfnShape(M=130, D=128, F=512)
@@ -192,36 +223,45 @@ def test_a_run_leaves_a_record_and_its_table(tmp_path, rehearsal, capsys):
     "without gate": Case(shape=dataclasses.replace(TINY, gated=False), activity=ACTIVITY),
     "sorted": Case(shape=TINY, activity=ZIPF, sort=True),
     "misleading": Case(shape=TINY, activity=Activity(density=0.01, pattern="misleading")),
-    "decode": Case(shape=dataclasses.replace(TINY, M=8), activity=ACTIVITY, layers=2),
+    "decode": Case(shape=dataclasses.replace(TINY, M=8), activity=ACTIVITY, layers=2, rounds=3),
   }
-  record_cases(str(tmp_path), {"repeats": 1}, bench_ffn.measure(cases, samples=1), bench_ffn.table)
+  record_cases(str(tmp_path), {"repeats": 7}, bench_ffn.measure(cases, samples=7), bench_ffn.table)
   found = {case["name"]: case for case in bench.load_cases(tmp_path)}
   assert list(found) == list(cases)
   assert json.loads((tmp_path / "env.json").read_text())["device"]["kind"]
   assert capsys.readouterr().out.strip() == (tmp_path / "table.md").read_text().strip()
-  for case in found.values():
-    assert case["ms"].keys() == {"dense", "sparse", "auto", "pack", "gate"}
-    assert case["ms"]["pack"]["ms"] == pytest.approx(0.5 / case["layers"])
+  for name, case in found.items():
+    apart = {"dense_apart"} if name == "decode" else set()
+    assert case["ms"].keys() == {"dense", "sparse", "auto", "pack", "gate"} | apart
+    assert {timing["ms"] for timing in case["ms"].values()} == {0.5}  # 3 ms are six blocks of decode
     assert max(case["relative_error"].values()) < 5e-3
     assert case["auto_took"] == "dense"  # so the reference says
     assert case["floor_ms"] > 0
+    assert case["samples"] == 7
+    assert case["calls"] == ("awaited" if name == "decode" else "queued")
   assert found["without gate"]["nonzeros_mean"] == pytest.approx(51.2, rel=0.1)
   assert found["decode"]["nonzeros_mean"] == pytest.approx(51.2, rel=0.15)
+  assert (found["decode"]["layers"], found["decode"]["blocks_of_a_call"]) == (2, 6)
   assert found["without gate"]["shape"] == {"M": 130, "D": 128, "F": 512, "gated": False, "dtype": "bfloat16"}
-  assert (found["sorted"]["hot"], found["sorted"]["neurons"]) == (256, 384)  # some never fired for 130 tokens
-  assert found["misleading"]["nonzeros_mean"] > 200
-  assert found["misleading"]["overflow_rows"] > 100
+  assert (found["sorted"]["hot"], found["sorted"]["shape"]["F"]) == (256, 384)  # some never fired for 130 tokens
+  assert (found["sorted"]["neurons_before"], found["sorted"]["tokens_firing_pruned"]) == (512, 0)
+  assert found["sorted"]["relative_error_to_unpruned"] < 5e-3
+  # One row is looked at in two, more than in a large batch.
+  assert found["misleading"]["nonzeros_mean"] > 120
+  assert found["misleading"]["overflow_rows"] > 60
 
 
-def test_sorted_weights_are_those_drawn_and_cold_neurons_are_known_by_their_old_place(rehearsal):
-  case = Case(shape=TINY, activity=ZIPF, sort=True)
-  problem = bench_ffn.prepare(case, jax.random.key(0))
-  drawn, served = (np.asarray(weights[0].firing_FD, np.float32) for weights in (problem.drawn, problem.served))
-  hot = np.flatnonzero(~np.asarray(problem.cold_F))
-  assert len(hot) == problem.hot == 256
-  assert {row.tobytes() for row in drawn[hot]} == {row.tobytes() for row in served[:256]}
-  fires_MF = np.asarray(problem.x_MD, np.float32) @ drawn.T > 0
-  assert fires_MF[:, hot].mean(axis=0).min() >= np.delete(fires_MF, hot, axis=1).mean(axis=0).max()
+def test_sorted_weights_are_those_drawn_and_the_first_fire_most(rehearsal):
+  drawn = bench_ffn.prepare(Case(shape=TINY, activity=ZIPF, sort=True), jax.random.key(0))
+  problem, facts = bench_ffn._sorted("zipf", drawn)
+  before, after = (np.asarray(of.layers[0].firing_FD, np.float32) for of in (drawn, problem))
+  fires_MF = np.asarray(problem.x_MD, np.float32) @ after.T > 0
+  fired = fires_MF.any(axis=0)
+  assert {row.tobytes() for row in after[fired]} <= {row.tobytes() for row in before}
+  assert fired.sum() == (np.asarray(drawn.x_MD, np.float32) @ before.T > 0).any(axis=0).sum()
+  assert fires_MF[:, :256].sum(axis=0).min() >= fires_MF[:, 256:].sum(axis=0).max()
+  assert np.asarray(problem.cold_F).tolist() == [False] * 256 + [True] * (len(after) - 256)
+  assert facts["hot_share"] == pytest.approx(fires_MF[:, :256].sum() / fires_MF.sum())
 
 
 def test_names_decide_the_inputs_and_not_what_else_is_measured(rehearsal):
@@ -238,8 +278,8 @@ def test_functions_are_compiled_once_for_cases_of_one_shape(rehearsal, monkeypat
   monkeypatch.setattr(
     twell, "gated_feedforward", lambda *args, **options: traced.append(1) or original(*args, **options)
   )
-  bench_ffn._block.cache_clear()
-  bench_ffn._timed.cache_clear()
+  measurement.block.cache_clear()
+  measurement.timed.cache_clear()
   cases = {name: Case(shape=TINY, activity=ACTIVITY) for name in "abc"}
   list(bench_ffn.measure(cases, samples=1))
   assert len(traced) == 5  # two routes checked, three timed
@@ -259,44 +299,102 @@ def test_functions_are_compiled_once_for_cases_of_one_shape(rehearsal, monkeypat
   ],
   ids=["scaled", "token_missing", "one_nan", "one_too_many", "count_is_nan"],
 )
-def test_a_wrong_result_gets_no_time(wrong, said, rehearsal, monkeypatch):
-  original = twell.gated_feedforward
-  monkeypatch.setattr(twell, "gated_feedforward", lambda *args, **options: wrong(*original(*args, **options)))
+def test_a_wrong_result_gets_no_time(wrong, said, rehearsal, wrong_block, monkeypatch):
+  wrong_block(wrong)
   monkeypatch.setattr(bench, "device_time", lambda *args, **options: pytest.fail("a wrong kernel was timed"))
-  bench_ffn._block.cache_clear()  # what is traced already does not see the patch
-  try:
-    with pytest.raises(AssertionError, match=said):
-      list(bench_ffn.measure({"case": Case(shape=TINY, activity=ACTIVITY)}, samples=1))
-  finally:
-    bench_ffn._block.cache_clear()
+  with pytest.raises(AssertionError, match=said):
+    list(bench_ffn.measure({"case": Case(shape=TINY, activity=ACTIVITY)}, samples=1))
+
+
+@pytest.fixture
+def wrong_block(monkeypatch):
+  """`wrong_block(change)`: makes the gated block return `change(y, stats)`."""
+
+  def patch(change):
+    original = twell.gated_feedforward
+    monkeypatch.setattr(twell, "gated_feedforward", lambda *args, **options: change(*original(*args, **options)))
+    measurement.block.cache_clear()  # what is traced already does not see the patch
+
+  yield patch
+  measurement.block.cache_clear()
+
+
+def test_sorting_that_changes_y_though_no_pruned_neuron_fires_is_an_error(wrong_block):
+  drawn = bench_ffn.prepare(Case(shape=TINY, activity=ZIPF), jax.random.key(0))
+  wrong_block(lambda y_MD, stats: (y_MD * 1.02, stats))
+  with pytest.raises(AssertionError, match=r"zipf: relative error 2\.\d+e-02 by pruning and sorting, though no pruned"):
+    bench_ffn._sorted("zipf", drawn)
 
 
 def test_nothing_that_fires_is_right_only_as_zeros():
   x_MD, weights = shapes.draw(jax.random.key(0), TINY, Activity(density=0))
   zeros_MD = jnp.zeros_like(x_MD)
-  assert bench_ffn.relative_error(x_MD, weights, zeros_MD) == 0
-  assert bench_ffn.relative_error(x_MD, weights, zeros_MD.at[0, 0].set(1e-3)) > 1
+  assert measurement.relative_error(x_MD, weights, zeros_MD) == 0
+  assert measurement.relative_error(x_MD, weights, zeros_MD.at[0, 0].set(1e-3)) > 1
 
 
 def test_the_error_counts_every_chunk_once(monkeypatch):
   x_MD, weights = shapes.draw(jax.random.key(0), dataclasses.replace(TINY, M=96), ACTIVITY)
   y_MD = reference.feedforward(x_MD, *weights, spec=None, hot=0, with_active=False)[0]
   wrong_MD = y_MD.at[::7].multiply(2)
-  monkeypatch.setattr(bench_ffn, "_ROWS_OF_A_CHUNK", 32)
-  bench_ffn._squares.clear_cache()
+  monkeypatch.setattr(measurement, "_ROWS_OF_A_CHUNK", 32)
+  measurement._squares.clear_cache()
   y_MD, wrong_MD = np.asarray(y_MD, np.float64), jnp.asarray(wrong_MD)
   expected = np.linalg.norm(np.asarray(wrong_MD, np.float64) - y_MD) / np.linalg.norm(y_MD)
-  assert bench_ffn.relative_error(x_MD, weights, wrong_MD) == pytest.approx(expected, rel=0.01)
-  bench_ffn._squares.clear_cache()
+  assert measurement.relative_error(x_MD, weights, wrong_MD) == pytest.approx(expected, rel=0.01)
+  measurement._squares.clear_cache()
 
 
-def test_the_next_layer_sees_the_density_of_the_first(rehearsal):
-  problem = bench_ffn.prepare(Case(shape=TINY, activity=ACTIVITY, layers=4), jax.random.key(0))
-  for weights, x_MD in zip(problem.drawn, bench_ffn._layer_inputs(problem), strict=True):
+@pytest.mark.parametrize(("tokens", "rows"), [(96, 32), (130, 26), (7, 7), (33, 11), (1, 1)])
+def test_chunks_are_the_largest_that_divide(tokens, rows, monkeypatch):
+  monkeypatch.setattr(measurement, "_ROWS_OF_A_CHUNK", 32)
+  assert measurement._in_chunks(jnp.zeros((tokens, 3))).shape == (tokens // rows, rows, 3)
+
+
+def chain(gated=True):
+  return bench_ffn.prepare(
+    Case(shape=dataclasses.replace(TINY, gated=gated), activity=ACTIVITY, layers=2, rounds=3), jax.random.key(0)
+  )
+
+
+def test_every_block_of_every_round_sees_the_density_of_the_first():
+  blocks = list(measurement.chain(chain()))
+  assert len(blocks) == 6
+  for weights, x_MD in blocks:
     x_MD = np.asarray(x_MD, np.float32)
     assert (x_MD[:, 0] == 8).all()
     assert np.sqrt(np.mean(x_MD[:, 1:] ** 2)) == pytest.approx(1, rel=0.05)
     assert (x_MD @ np.asarray(weights.firing_FD, np.float32).T > 0).mean() == pytest.approx(0.1, rel=0.1)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_chain_runs_all_layers_in_every_round(gated):
+  problem = chain(gated)
+  y_MD, x_MD = None, problem.x_MD
+  for weights in problem.layers * 3:
+    y_MD = reference.feedforward(x_MD, *weights, spec=None, hot=0, with_active=False)[0]
+    x_MD = measurement._next_input(y_MD, problem.x_MD)
+  for what in ("dense", "dense_apart"):
+    found_MD = jax.jit(measurement.timed(what, 0, 3))(problem.x_MD, problem.layers)
+    y_32, found_32 = np.asarray(y_MD, np.float32), np.asarray(found_MD, np.float32)
+    # Rounding moves neurons near their threshold, the more the longer the chain; another order of layers gives 1.4.
+    assert np.linalg.norm(found_32 - y_32) < 0.4 * np.linalg.norm(y_32)
+
+
+@pytest.mark.parametrize("what", ["pack", "gate"])
+def test_parts_of_a_chain_are_computed_for_each_block_and_one_after_another(what):
+  problem = chain()
+  function = measurement.timed(what, 0, 3)
+  assert str(jax.make_jaxpr(function)(problem.x_MD, problem.layers)).count("optimization_barrier") == 6
+  found = jax.jit(function)(problem.x_MD, problem.layers)
+  assert len(found) == 6
+  for of_block, weights in zip(found, problem.layers * 3):
+    gate_MF = jax.nn.relu(problem.x_MD @ weights.firing_FD.T)
+    if what == "pack":
+      fires_MTN = np.asarray(gate_MF != 0).reshape(len(gate_MF), -1, 256)
+      np.testing.assert_allclose(of_block.counts, fires_MTN.sum(axis=2), atol=2)
+    else:
+      np.testing.assert_allclose(jax.nn.relu(of_block).astype(jnp.float32), gate_MF.astype(jnp.float32), atol=0.03)
 
 
 # By hand: a row of 256 bytes takes 256 ms from memory and 64 from L2, its product with a token 32.
@@ -317,42 +415,159 @@ LIMITS = {"copy_bytes_per_s": 1e3, "l2_bytes_per_s": 4e3, "matmul_flop_per_s": 8
 def test_the_floor_beside_the_gate_is_what_binds(nonzeros_M, hot, gated, milliseconds):
   w_FD = jnp.zeros((4, 128), jnp.bfloat16)
   weights = shapes.Weights(w_FD if gated else None, w_FD, w_FD)
-  problem = bench_ffn.Problem(jnp.zeros((16, 128), jnp.bfloat16), [weights], [weights], hot, jnp.arange(4) >= hot)
+  problem = Problem(jnp.zeros((16, 128), jnp.bfloat16), [weights], hot)
   nonzeros_M = np.array(nonzeros_M)
   tokens_F = np.arange(3, -1, -1) < nonzeros_M.max()  # the last neurons
-  used = bench_ffn.Counts(nonzeros_M, nonzeros_M, tokens_F)
+  used = measurement.Counts(nonzeros_M, nonzeros_M, tokens_F)
   gate = 16 * 4 * 32
-  assert bench_ffn._floor_ms(problem, used, LIMITS) == pytest.approx(gate + milliseconds)
+  assert measurement.floor(problem, used, LIMITS) == pytest.approx(gate + milliseconds)
 
 
-def test_every_column_of_the_table_has_its_header():
+def case_of_table(name="density/M=131072 0.5%", **changes):
   timing = {"ms": 8.0, "ms_p10": 7.5, "ms_p90": 8.25}
+  dense, gate = dict(ms=13.1, ms_p10=13.0, ms_p90=13.2), dict.fromkeys(timing, 0.01)
   case = {
-    "name": "density/M=131072 0.5%",
+    "name": name,
     "shape": dict(M=131072, D=2048, F=5632),
-    "activity": dict(density=0.005),
-    "neurons": 5632,
     "hot": 128,
+    "samples": 9,
     "nonzeros_mean": 28.16,
     "nonzeros_max": 61,
     "overflow_rows": 2.0,
     "auto_took": "sparse",
-    "ms": dict(
-      dense=dict(ms=13.1, ms_p10=13.0, ms_p90=13.2),
-      sparse=timing,
-      auto=timing,
-      pack=timing,
-      gate=dict.fromkeys(timing, 0.01),
-    ),
+    "ms": dict(dense=dense, sparse=timing, auto=timing, pack=timing, gate=gate),
     "floor_ms": 7.6,
     "relative_error": dict(sparse=0.0032, auto=0.0031),
   }
-  limits = dict(copy_bytes_per_s=4.3e12, matmul_flop_per_s=7e14, l2_bytes_per_s=8.8e12)
-  lines = bench_ffn.table([case | limits]).splitlines()
+  return case | dict(copy_bytes_per_s=4.3e12, matmul_flop_per_s=7e14, l2_bytes_per_s=8.8e12) | changes
+
+
+def test_every_column_of_the_table_has_its_header():
+  lines = ffn_tables.table([case_of_table(activity=dict(density=0.005))]).splitlines()
   assert len({line.count("|") for line in lines[:3]}) == 1
   assert lines[2] == (
     "| density/M=131072 0.5% | 131072, 2048 x 5632 (128 hot) | 0.5 % | 28.2 (61) | 2 | sparse | 13.10 (13.00 - 13.20)"
     " | 8.000 (7.500 - 8.250) | 8.000 (7.500 - 8.250) | 8.000 (7.500 - 8.250) | 0.0100 (0.0100 - 0.0100)"
     " | 1.64x | 1.64x | 3.2e-03 | 7.6 ms (95 %) |"
   )
-  assert "bf16 matmul 700 TFLOP/s, copy 4.30 TB/s (read + write); L2 is taken to give 8.8 TB/s" in lines[4]
+  assert [lines[n] for n in (4, 6)] == [
+    f"{route} is slower than dense in 0 of 1 cases." for route in ("sparse", "auto")
+  ]
+  assert "bf16 matmul 700 TFLOP/s, copy 4.30 TB/s (read + write); L2 is taken to give 8.8 TB/s" in lines[-1]
+  assert "medians of 9 queues of calls" in lines[-1]
+
+
+def test_cases_that_lose_against_dense_are_named():
+  fast, slow = case_of_table("fast"), case_of_table("slow")
+  slow["ms"] = slow["ms"] | {"sparse": dict(ms=26.2), "auto": dict(ms=13.2)}
+  slow["ms"] = {what: dict.fromkeys(("ms", "ms_p10", "ms_p90"), time["ms"]) for what, time in slow["ms"].items()}
+  text = ffn_tables.table([fast, slow])
+  assert "sparse is slower than dense in 1 of 2 cases: slow (2.00x the time).\n" in text
+  assert "auto is slower than dense in 1 of 2 cases: slow (1.01x the time).\n" in text
+
+
+def test_decoding_is_compared_with_dense_products_kept_apart_too():
+  case = case_of_table("decode/M=1 5%")
+  case["ms"]["dense_apart"] = {"ms": 12.0, "ms_p10": 11.0, "ms_p90": 13.0}
+  assert "decode/M=1 5% 12.00 (11.00 - 13.00) ms (sparse 1.50x, auto 1.50x).\n" in ffn_tables.table([case])
+
+
+# A trained model.
+
+
+@pytest.fixture(scope="module")
+def model(opened):
+  """Two layers wide enough for the kernels. Feature 0 is a constant, from which the gate makes thresholds: on a little
+  text many neurons are dead."""
+  model = opened(model_width=128, ffn_width=512, context_length=16, precision="bf16", init_std=0.1)
+  embedding_VD, blocks = model.model.embedding_VD, model.model.blocks
+  embedding_VD[...] = embedding_VD[...].at[:, 0].set(1)
+  for w in (blocks.attention.w_out_HKD, blocks.feedforward.w_down_FD):
+    w[...] = (0.1 * w[...]).at[..., 0].set(0)
+  thresholds_F = jnp.asarray(np.random.default_rng(0).permutation(np.linspace(0, 0.5, 512)), jnp.float32)
+  w_gate_NFD = blocks.feedforward.w_gate_FD
+  w_gate_NFD[...] = w_gate_NFD[...].at[:, :, 0].set(-thresholds_F)
+  return model
+
+
+TEXTS = ["".join(np.random.default_rng(n).permutation(list("the cat sat on the mat and 19 cats;"))) for n in range(9)]
+
+
+@pytest.fixture(scope="module")
+def text(model):
+  return ffn_trained.Text(model, ffn_trained.halves(model, TEXTS, 100))
+
+
+def test_halves_are_of_whole_contexts_and_no_longer_than_asked_for(model, text):
+  assert text.contexts_BL.shape == (12, 16)  # 2 x 96 tokens
+  assert ffn_trained.halves(model, TEXTS, 1).shape == (2, 16)
+  three = ["z" * 50]
+  assert len(ffn_trained.feedforward_inputs.contexts(model, three, 10_000)) == 3
+  assert ffn_trained.halves(model, three, 10_000).shape == (2, 16)
+  with pytest.raises(UserError, match="--text holds one context of 16 tokens; two are needed"):
+    ffn_trained.halves(model, ["z" * 20], 100)
+
+
+def test_a_trained_model_leaves_two_cases_a_layer_and_the_sum_over_layers(text, tmp_path, rehearsal):
+  record_cases(str(tmp_path), {}, ffn_trained.measure(text, samples=3), bench_ffn.table)
+  cases = bench.load_cases(tmp_path)
+  assert [case["name"] for case in cases] == [f"trained/layer {n}{end}" for n in (0, 1) for end in ("", " sorted")]
+  for n, layer in enumerate(ffn_trained.feedforward_inputs.capture(*text)):
+    fires_MF = np.asarray(layer.x_MD, np.float32) @ np.asarray(layer.w_gate_FD, np.float32).T > 0
+    counted_MF, timed_MF = np.split(fires_MF, 2)
+    dead_F = ~counted_MF.any(axis=0)
+    before, after = cases[2 * n : 2 * n + 2]
+    assert before["shape"]["M"] == after["shape"]["M"] == 96
+    assert before["nonzeros_mean"] == pytest.approx(timed_MF.sum() / 96, rel=0.01)
+    assert before["nonzeros_max"] == pytest.approx(timed_MF.sum(axis=1).max(), abs=2)
+    assert before["nonzeros_first"] == pytest.approx(timed_MF[::16].sum(axis=1).mean(), abs=0.5)
+    assert before["dead_share"] == pytest.approx(dead_F.mean(), abs=0.01)
+    assert 0.1 < before["dead_share"] < 0.9
+    assert after["neurons_pruned"] == pytest.approx(dead_F.sum(), abs=4)
+    assert after["shape"]["F"] % 128 == 0
+    assert 512 - after["neurons_pruned"] <= after["shape"]["F"] < 512 - after["neurons_pruned"] + 128
+    assert after["tokens_firing_pruned"] == pytest.approx(timed_MF[:, dead_F].any(axis=1).sum(), abs=4)
+    assert after["tokens_firing_pruned"] > 0
+    lost = after["relative_error_to_unpruned"]
+    assert 5e-3 < lost < 1  # what the pruned neurons would have added
+    assert max(after["relative_error"].values()) < 5e-3  # against the dense block of the same neurons
+    assert after["tokens_counted"] == 96
+    assert 0 <= after["hot_share"] <= 1
+  lines = (tmp_path / "table.md").read_text().splitlines()
+  assert len({line.count("|") for line in lines[:8]}) == 1
+  assert [line.split(" | ")[0] for line in lines[6:8]] == [
+    "| trained/sum of 2 layers",
+    "| trained/sum of 2 layers sorted",
+  ]
+  assert lines[6].split(" | ")[6:11] == ["1.000"] * 5
+
+
+def test_table_of_trained_layers():
+  before = case_of_table("trained/layer 0", dead_share=0.25, nonzeros_first=480.2)
+  after = case_of_table("trained/layer 0 sorted", overflow_rows=0.0)
+  after |= dict(tokens_counted=131072, neurons_before=5632, neurons_pruned=1408, tokens_firing_pruned=12)
+  after |= dict(relative_error_to_unpruned=0.0035, hot_share=0.625)
+  text = ffn_tables.table([before, after])
+  assert (
+    "| 0 | 28.2 (61) | 480.2 | 25.0 % | 4224 of 5632 | 128 | 62.5 % | 2 | 0 | 12 of 131072 | 3.5e-03 | 1.64x (sparse) |"
+  ) in text.replace("| layer 0 |", "| 0 |")
+  alone = ffn_tables.table([before])  # a run that died
+  assert "sum of" not in alone
+
+
+def test_a_model_is_opened_for_bfloat16_and_refused_if_the_kernels_cannot_serve_it(
+  model, opened, tmp_path, monkeypatch
+):
+  path = tmp_path / "a.txt"
+  path.write_text("abc " * 100)
+  found, asked = [model, opened(), opened(ffn_kind="gated_silu")], []
+  monkeypatch.setattr(ffn_trained, "open_model", lambda *args, **options: asked.append((args, options)) or found.pop(0))
+  assert ffn_trained.read("runs/a", str(path), 64).contexts_BL.shape == (8, 16)
+  ((folder,), options), *_ = asked
+  assert (folder, options["recipe"], options["ffn_implementation"]) == ("runs/a", "bf16", "dense")
+  with pytest.raises(UserError, match=r"ffn_width=48, model.model_width=32: F=48 neurons are no positive multiple of"):
+    ffn_trained.read("runs/a", str(path), 64)
+  with pytest.raises(UserError, match="'gated_silu' has no neurons that ReLU can switch off"):
+    ffn_trained.read("runs/a", str(path), 64)
+  with pytest.raises(UserError, match=r"--text: .*nowhere.txt: No such file"):
+    ffn_trained.read("runs/a", str(tmp_path / "nowhere.txt"), 64)

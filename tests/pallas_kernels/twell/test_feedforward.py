@@ -431,7 +431,6 @@ class TestRoute:
 
 class TestTransformations:
   @pytest.mark.parametrize("tokens", [5, 70])
-  @without_interpreter
   def test_vmap_equals_a_loop(self, run, implementation, tokens):
     problem = draw(61, 2 * tokens, 128, 256).with_rows(full=[2], empty=[tokens])
     x_BMD, *weights = problem.x_MD.reshape(2, tokens, 128), *problem.arrays[1:]

@@ -31,13 +31,16 @@ def gradients(x_MD, w_gate_FD, w_up_FD, w_down_FD, d_y_MD, d_l1):
   return d_up_MF @ w_up_FD + d_gate_MF @ w_gate_FD, d_gate_MF.T @ x_MD, d_up_MF.T @ x_MD, h_MF.T @ d_y_MD
 
 
-def pack(h_MF, tile, words):
-  """Returns words[row][tile] as lists: the true count, then every entry that fits, and nothing behind it."""
+def pack(h_MF, tile, words, first=0):
+  """Returns words[row][tile] as lists: the true count, then every entry that fits, and nothing behind it.
+
+  Tiles begin at column `first`; those before it are left out.
+  """
   packed = []
   for row in h_MF:
     bits = row.view(np.uint16)
     packed.append([])
-    for start in range(0, len(row), tile):
+    for start in range(first, len(row), tile):
       entries = []
       for lane in range(4):  # two columns of every eight belong to it
         for column in range(start, min(start + tile, len(row))):

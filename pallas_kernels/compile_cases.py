@@ -1,0 +1,161 @@
+"""What `compile_check` compiles: every kernel at its named shapes, and at the ends of what its Config lets through."""
+
+import collections.abc
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.embedding import bag_hopper
+from pallas_kernels.embedding import shapes as bag_shapes
+from pallas_kernels.twell import Spec, active_hopper, decode_hopper, gather_hopper, pack_hopper
+from pallas_kernels.twell import shapes as ffn_shapes
+from pallas_kernels.twell.shapes import FfnShape
+
+_NUM_SMS = 132  # of an H200
+# 128 sums, 64 packed words and addresses fill the 240 registers of a thread. Some bytes spill; timing does not show it.
+_PACK_SPILLS = 96
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """A function of one kernel."""
+
+  function: collections.abc.Callable
+  operands: tuple[jax.ShapeDtypeStruct, ...]
+  spill_bytes: int = 0  # stored and loaded, known to cost no time
+
+
+def cases() -> dict[str, Case]:
+  """Returns them by name, the kernel first."""
+  return _embedding_bag() | _twell_pack() | _twell_gather() | _twell_active() | _twell_decode()
+
+
+def _array(*shape: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _embedding_bag() -> dict[str, Case]:
+  found = {}
+  for name, shape in (bag_shapes.BENCHMARK | bag_shapes.TEST).items():
+    if shape.zipf:  # other ids, same kernel
+      continue
+    found[f"embedding_bag/{name}/sum"] = _bag_case(shape, "sum", weighted=False)
+  for name, shape in bag_shapes.TEST.items():
+    found[f"embedding_bag/{name}/mean_weighted"] = _bag_case(shape, "mean", weighted=True)
+  for block_d, rows_in_flight in ((128, 1), (128, 16), (256, 16), (512, 15), (1024, 1), (1024, 10)):
+    config = bag_hopper.Config(block_d=block_d, rows_in_flight=rows_in_flight)
+    name = f"embedding_bag/block_d={block_d},rows_in_flight={rows_in_flight}"
+    found[name] = _bag_case(bag_shapes.TEST["wide_bf16"], "sum", weighted=True, config=config)
+  return found
+
+
+def _bag_case(shape: bag_shapes.BagShape, mode, *, weighted: bool, config: bag_hopper.Config | None = None) -> Case:
+  def bag(table_VD, ids_T, offsets, weights_T=None):
+    return bag_hopper.bag(table_VD, ids_T, offsets, weights_T, mode, config=config)
+
+  operands = [_array(shape.V, shape.D, dtype=shape.dtype), _array(shape.T, dtype=jnp.int32)]
+  operands.append(_array(shape.B + 1, dtype=jnp.int32))
+  if weighted:
+    operands.append(_array(shape.T, dtype=jnp.float32))
+  return Case(bag, tuple(operands))
+
+
+def _twell_pack() -> dict[str, Case]:
+  paper = ffn_shapes.BENCHMARK["paper"]
+  float16 = dataclasses.replace(paper, dtype=jnp.float16)
+  return {
+    "twell_pack/paper": _pack_case(paper, spill_bytes=_PACK_SPILLS),
+    "twell_pack/paper/first=128": _pack_case(paper, first=128, spill_bytes=_PACK_SPILLS),
+    "twell_pack/paper/compression=4": _pack_case(paper, compression=4, spill_bytes=_PACK_SPILLS),
+    "twell_pack/paper/float16,compression=2": _pack_case(float16, compression=2),
+    "twell_pack/odd_tokens,last_tile_half": _pack_case(FfnShape(M=301, D=384, F=512), compression=4, first=128),
+    "twell_pack/one_token,half_a_tile": _pack_case(FfnShape(M=1, D=128, F=128, dtype=jnp.float16), compression=2),
+    "twell_pack/most_neurons,stages=2": _pack_case(FfnShape(M=4096, D=128, F=65536), stages=2),
+  }
+
+
+def _pack_case(
+  shape: FfnShape, *, compression: int = 8, first: int = 0, stages: int | None = None, spill_bytes: int = 0
+) -> Case:
+  spec = Spec(compression=compression, value_dtype=shape.dtype)
+  config = None if stages is None else pack_hopper.Config(words=spec.words, stages=stages)
+  pack = functools.partial(pack_hopper.pack, spec=spec, first=first, config=config, num_sms=_NUM_SMS)
+  operands = _array(shape.M, shape.D, dtype=shape.dtype), _array(shape.F, shape.D, dtype=shape.dtype)
+  return Case(pack, operands, spill_bytes)
+
+
+def _twell_gather() -> dict[str, Case]:
+  """Widths that one, two and four warps share, and those that fill no load of all lanes."""
+  paper = ffn_shapes.BENCHMARK["paper"]
+  found = {}
+  for width, gated, started, dtype, unroll in (
+    (128, True, False, jnp.bfloat16, 1),
+    (384, False, True, jnp.float16, 1),
+    (2048, True, False, jnp.bfloat16, 1),
+    (2048, False, False, jnp.bfloat16, 1),
+    (2048, True, True, jnp.float16, 4),
+    (2176, True, True, jnp.bfloat16, 1),
+    (4096, True, True, jnp.bfloat16, 4),
+    (8192, False, False, jnp.bfloat16, 1),
+    (8192, True, True, jnp.bfloat16, 4),
+  ):
+    shape = dataclasses.replace(paper, D=width, gated=gated, dtype=dtype)
+    parts = [f"D={width}", "gated" if gated else "non_gated", *["start"] * started, f"unroll={unroll}"]
+    found["twell_gather/" + ",".join(parts)] = _gather_case(shape, started, unroll)
+  return found
+
+
+def _gather_case(shape: FfnShape, started: bool, unroll: int) -> Case:
+  def gather(x_MD, words_MTS, w_down_FD, *rest):
+    w_up_FD, *start_MD = rest if shape.gated else (None, *rest)
+    return gather_hopper.gather(x_MD, words_MTS, w_up_FD, w_down_FD, *start_MD, config=config)
+
+  config = gather_hopper.Config(dots_unroll=unroll, sums_unroll=unroll)
+  tokens, weights = (_array(rows, shape.D, dtype=shape.dtype) for rows in (shape.M, shape.F))
+  return Case(gather, (tokens, _words(shape), weights, *[weights] * shape.gated, *[tokens] * started))
+
+
+def _words(shape: FfnShape) -> jax.ShapeDtypeStruct:
+  """The packed gate, of the default Spec."""
+  spec = Spec()
+  return _array(shape.M, spec.tiles(shape.F), spec.words, dtype=jnp.uint32)
+
+
+def _twell_active() -> dict[str, Case]:
+  found = {}
+  for neurons in (5632, 65536):
+    active = functools.partial(active_hopper.active, num_neurons=neurons, interpret=False)
+    found[f"twell_active/F={neurons}"] = Case(active, (_words(FfnShape(M=16384, D=2048, F=neurons)),))
+  return found
+
+
+def _twell_decode() -> dict[str, Case]:
+  """56 tokens of 2048 features take the most shared memory of `hidden`, 65536 neurons that of `combine`."""
+  found = {}
+  for tokens, width, gated in (
+    (8, 384, True),
+    (8, 2048, True),
+    (16, 8192, True),
+    (56, 2048, True),
+    (64, 384, True),
+    (64, 2048, False),
+    (64, 8192, True),
+  ):
+    name = f"twell_decode_hidden/M={tokens},D={width},{'gated' if gated else 'non_gated'}"
+    found[name] = _hidden_case(FfnShape(M=tokens, D=width, F=5632, gated=gated))
+  combine = functools.partial(decode_hopper.combine, interpret=False)
+  for tokens, neurons in ((8, 5632), (64, 5632), (8, 65536)):  # the blocks of 8 tokens have more warps
+    hidden = _array(tokens, neurons, dtype=jnp.float32), _array(tokens, neurons // 32, dtype=jnp.uint32)
+    found[f"twell_decode_combine/M={tokens},F={neurons}"] = Case(combine, (*hidden, _array(neurons, 2048)))
+  return found
+
+
+def _hidden_case(shape: FfnShape) -> Case:
+  def hidden(x_PD, w_down_FD, *w_gate_and_up_FD):
+    w_gate_FD, w_up_FD = w_gate_and_up_FD if shape.gated else (None, *w_gate_and_up_FD)
+    return decode_hopper.hidden(x_PD, w_gate_FD, w_up_FD, w_down_FD, interpret=False)
+
+  weights = _array(shape.F, shape.D)
+  return Case(hidden, (_array(shape.M, shape.D), weights, *[weights] * (1 + shape.gated)))
