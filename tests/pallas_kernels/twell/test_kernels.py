@@ -22,6 +22,7 @@ from pallas_kernels.twell import Spec, active_hopper, decode_hopper, gather_hopp
 
 TILE, ROW_CAPACITY = 256, 256
 POISON = np.uint32(0xFFFFFFFF)
+LARGE = 31  # times up to 199, not all products have 16 bits
 CASES = {name: case for name, case in compile_cases.cases().items() if name.startswith("twell_")}
 # These differ from other sizes of pack in what they spill, and take seconds.
 LOWERED = {name: case for name, case in CASES.items() if not name.startswith("twell_pack/paper/")}
@@ -235,7 +236,7 @@ class TestPack:
     x_MD[:, :8], w_FD[:, :8] = 0, -1
     x_MD[:, 0], w_FD[:, 0] = 8, -np.round(0.4 * np.sqrt(case.D))
     for feature, number in enumerate(exact, 1):
-      x_MD[-feature] = np.arange(case.D) == feature  # these neurons and no other
+      x_MD[-feature] = LARGE * (np.arange(case.D) == feature)  # these neurons and no other
       for start in range(case.first, case.F, TILE):
         neurons = rng.permutation(np.arange(start, min(start + TILE, case.F)))[:number]
         w_FD[neurons, feature] = rng.integers(1, 200, len(neurons))
@@ -354,7 +355,7 @@ class TestHidden:
     x_PD, w_gate_FD, w_up_FD, w_down_FD = (integers(rng, n, case.D) for n in (case.M, case.F, case.F, case.F))
     x_PD[:, :8] = 0
     x_PD[:, 0], w_gate_FD[:, 0] = 8, -np.round(0.4 * np.sqrt(case.D))
-    x_PD[0], x_PD[1], w_gate_FD[:, 1] = 0, np.arange(case.D) == 1, rng.integers(1, 200, case.F)
+    x_PD[0], x_PD[1], w_gate_FD[:, 1] = 0, LARGE * (np.arange(case.D) == 1), rng.integers(1, 200, case.F)
     x_PD[2, 2], x_PD[3, 3] = np.inf, np.nan
     return [a.astype(case.dtype) for a in (x_PD, w_gate_FD, w_up_FD, w_down_FD)]
 
