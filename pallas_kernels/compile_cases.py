@@ -79,7 +79,7 @@ def _twell_pack() -> dict[str, Case]:
 def _pack_case(
   shape: FfnShape, *, compression: int = 8, first: int = 0, stages: int | None = None, spill_bytes: int = 0
 ) -> Case:
-  spec = Spec(compression=compression, value_dtype=shape.dtype)
+  spec = Spec(compression=compression, value_dtype=jnp.dtype(shape.dtype))
   config = None if stages is None else pack_hopper.Config(words=spec.words, stages=stages)
   pack = functools.partial(pack_hopper.pack, spec=spec, first=first, config=config, num_sms=_NUM_SMS)
   operands = _array(shape.M, shape.D, dtype=shape.dtype), _array(shape.F, shape.D, dtype=shape.dtype)

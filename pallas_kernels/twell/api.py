@@ -140,7 +140,7 @@ def _call(op, x_MD, weights, spec, route, density_hint, hot, with_active, implem
   if hot % 128 or not 0 <= hot <= num_neurons:
     raise ValueError(f"{op}: hot={hot} must be a multiple of 128 in 0..F={num_neurons}")
   spec = spec or format.spec_for(x_MD.dtype)
-  if hot == num_neurons or route == "auto" and num_neurons > format.MAX_COLUMNS:
+  if hot == num_neurons or (route == "auto" and num_neurons > format.MAX_COLUMNS):
     route = "dense"  # nothing to pack, or nothing to pack into
   if route != "dense":
     spec.tiles(num_neurons)

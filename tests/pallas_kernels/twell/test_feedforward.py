@@ -27,6 +27,12 @@ from pallas_kernels.twell import api, routing
 without_interpreter = pytest.mark.parametrize(
   "implementation", ["reference", pytest.param("hopper", marks=pytest.mark.gpu)], indirect=True
 )
+# Half a minute each, of combinations whose parts other tests interpret.
+interpreter_is_slow = pytest.mark.parametrize(
+  "implementation",
+  ["reference", pytest.param("interpret", marks=pytest.mark.slow), pytest.param("hopper", marks=pytest.mark.gpu)],
+  indirect=True,
+)
 gated_or_not = pytest.mark.parametrize("gated", [True, False], ids=["gated", "non_gated"])
 TILE, CAPACITY, ROW_CAPACITY = 256, 31, 256  # of the default Spec, and of any row
 LARGEST_DECODE = 64  # tokens; for so few, the kernels pack nothing and nothing overflows
@@ -364,6 +370,7 @@ class TestHot:
 class TestRoute:
   problem = draw(51, 70, 128, 256)
 
+  @interpreter_is_slow
   def test_a_traced_hint_decides_on_the_device(self, run, implementation):
     """One program for both routes."""
     function = jax.jit(
@@ -430,6 +437,7 @@ class TestRoute:
 
 
 class TestTransformations:
+  @interpreter_is_slow
   @pytest.mark.parametrize("tokens", [5, 70])
   def test_vmap_equals_a_loop(self, run, implementation, tokens):
     problem = draw(61, 2 * tokens, 128, 256).with_rows(full=[2], empty=[tokens])
@@ -494,6 +502,7 @@ class TestDerivatives:
     problem = draw(72, 70, 128, 512, gated=gated).with_rows(full=[3], empty=[0])
     self.assert_gradients(run, problem, implementation=implementation, route="sparse")
 
+  @interpreter_is_slow
   def test_every_implementation_with_hot_neurons(self, run, implementation):
     problem = draw(73, 70, 128, 384, density=np.repeat([0.5, 0.02], [128, 256])).with_rows(full=[3], empty=[0])
     self.assert_gradients(run, problem, implementation=implementation, route="sparse", hot=128)

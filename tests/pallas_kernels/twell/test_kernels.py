@@ -21,6 +21,7 @@ from pallas_kernels import compile_cases, compile_check, mosaic
 from pallas_kernels.twell import Spec, active_hopper, decode_hopper, gather_hopper, hopper, pack_hopper
 
 TILE, ROW_CAPACITY = 256, 256
+BLOCK = 64  # neurons of a block of `hidden`
 POISON = np.uint32(0xFFFFFFFF)
 LARGE = 31  # times up to 199, not all products have 16 bits
 CASES = {name: case for name, case in compile_cases.cases().items() if name.startswith("twell_")}
@@ -148,6 +149,7 @@ class Call:
   gated: bool = True
   started: bool = False
   unroll: int = 1
+  poisoned: bool = False
 
   @property
   def spec(self):
@@ -340,7 +342,8 @@ class TestActive:
 # Three steps, of 128 features and of 256; of the latter two at most are on their way.
 HIDDENS = {
   "eight_tokens": Call(M=8, D=384, F=256),
-  "sixty_four_tokens": Call(M=64, D=768, F=128, gated=False, dtype=np.float16),
+  "sixty_four_tokens": Call(M=64, D=768, F=128, poisoned=True),
+  "non_gated_of_float16": Call(M=16, F=128, gated=False, poisoned=True, dtype=np.float16),
 }
 LARGER_HIDDENS = {
   "widest": Call(M=56, D=8192, F=512),
@@ -350,13 +353,15 @@ LARGER_HIDDENS = {
 
 class TestHidden:
   def draw(self, case):
-    """Tokens: one of padding, one that all neurons fire for, infinity, NaN; the others fire for 5 % of the neurons."""
+    """Tokens fire for 1 % of the neurons. Token 0 is padding, 1 fires for the first block, 2 and 3 may be poison."""
     rng = case.rng
     x_PD, w_gate_FD, w_up_FD, w_down_FD = (integers(rng, n, case.D) for n in (case.M, case.F, case.F, case.F))
     x_PD[:, :8] = 0
-    x_PD[:, 0], w_gate_FD[:, 0] = 8, -np.round(0.4 * np.sqrt(case.D))
-    x_PD[0], x_PD[1], w_gate_FD[:, 1] = 0, LARGE * (np.arange(case.D) == 1), rng.integers(1, 200, case.F)
-    x_PD[2, 2], x_PD[3, 3] = np.inf, np.nan
+    x_PD[:, 0], w_gate_FD[:, 0] = 8, -np.round(0.6 * np.sqrt(case.D))
+    x_PD[0], x_PD[1] = 0, LARGE * (np.arange(case.D) == 1)
+    w_gate_FD[:, 1] = np.where(np.arange(case.F) < BLOCK, rng.integers(1, 200, case.F), -1)
+    if case.poisoned:
+      x_PD[2, 2], x_PD[3, 3] = np.inf, np.nan
     return [a.astype(case.dtype) for a in (x_PD, w_gate_FD, w_up_FD, w_down_FD)]
 
   @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # the interpreter's, of infinity
@@ -372,8 +377,11 @@ class TestHidden:
     sunk_PF = gate_PF == -np.inf  # listed, since 0 * (x . w_up) is NaN
     np.testing.assert_array_equal(fires_PF, value_PF != 0)
     np.testing.assert_array_equal(listed_PF, (value_PF != 0) | sunk_PF)
-    assert [fires_PF[m].all() for m in (0, 1, 2, 3)] == [False, True, False, True]
-    assert sunk_PF[2].any()
+    assert sunk_PF.any() == case.poisoned
+    pairs_of_a_block = listed_PF.reshape(case.M, -1, BLOCK).sum(axis=(0, 2))
+    many = pairs_of_a_block > decode_hopper._MANY_PAIRS  # such a block multiplies again
+    assert many.any()
+    assert many.all() == case.poisoned
     with np.errstate(invalid="ignore"):
       expected_PF = value_PF * product(x_PD, w_up_FD) if case.gated else value_PF
     np.testing.assert_array_equal(h_PF[listed_PF], expected_PF[listed_PF])
@@ -425,6 +433,7 @@ class TestSameBits:
     rng = case.rng
     draw = lambda *shape: rng.normal(size=shape).astype(case.dtype)
     x_MD, *weights = (draw(rows, case.D) for rows in (case.M, case.F, case.F, case.F))
+    x_MD[:, 0], weights[0][BLOCK:, 0] = 1, -2.5 * np.sqrt(case.D)  # the first neurons fire often, the others seldom
     some_MF = rng.random((case.M, case.F)) < 0.1
 
     def pack():
