@@ -22,6 +22,7 @@ from sparse_lm.benchmark import RECORD, record_cases
 from sparse_lm.config import LmConfig
 from sparse_lm.errors import UserError
 
+flags.declare_key_flag("record")
 _MODEL = flags.DEFINE_string("model", "paper_1_5b", "file of configs/lm")
 _FILE_GB = flags.DEFINE_list("file_gb", ["5", "1"], "largest file of the checkpoint, a case each")
 _SCRATCH = flags.DEFINE_string(

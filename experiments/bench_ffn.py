@@ -27,6 +27,7 @@ from sparse_lm.benchmark import RECORD, record_cases
 from sparse_lm.errors import UserError
 from sparse_lm.flags import run
 
+flags.declare_key_flag("record")
 _WHAT = flags.DEFINE_list("what", None, "what to measure: inference, trained")
 _CASES = flags.DEFINE_list(
   "cases", [], "inference: names of cases, or what names start with: density,pattern/trained; none: all"

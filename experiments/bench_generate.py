@@ -33,6 +33,7 @@ from sparse_lm.models.sparsified import sparsified
 from sparse_lm.tables import decode_table
 from sparse_lm.training.mfu import peak_bytes_per_second
 
+flags.declare_key_flag("record")
 _WHAT = flags.DEFINE_enum("what", None, ["decode", "loop"], "what to measure")
 _MODELS = flags.DEFINE_list("models", ["paper_1_5b"], "decode: files of configs/lm")
 _BATCH = flags.DEFINE_list("batch", ["1", "8", "64"], "decode: sequences; loop takes the first")
@@ -80,6 +81,10 @@ def decode_cases():
 
 def _sparsified(config: LmConfig, model):
   """The model with --non_zeros at the positions that are generated, and how many those are, mean over layers."""
+  if _NON_ZEROS.value >= config.model.ffn_width:
+    raise UserError(
+      f"--non_zeros={_NON_ZEROS.value:g} must be less than the {config.model.ffn_width} neurons of a layer"
+    )
   length = _PROMPT.value + _TOKENS.value
   tokens_BL = jax.random.randint(jax.random.key(1), (_CALIBRATION, length), 0, config.model.vocab_size)
   sparsify = functools.partial(sparsified, config=config.model, non_zeros=_NON_ZEROS.value, first=_PROMPT.value)

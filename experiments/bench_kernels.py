@@ -20,6 +20,7 @@ from sparse_lm.benchmark import RECORD
 from sparse_lm.errors import UserError
 from sparse_lm.flags import run
 
+flags.declare_key_flag("record")
 _ONLY = flags.DEFINE_string("only", "", "Run only cases whose name contains this.")
 _SWEEP = flags.DEFINE_bool("sweep", False, "Also time the Configs beside the default, for tuning.")
 

@@ -44,6 +44,7 @@ from sparse_lm.training.losses import objective, totals
 from sparse_lm.training.progress import Progress
 from sparse_lm.training.state import COMPILER_OPTIONS, make_init, make_train_step
 
+flags.declare_key_flag("record")
 _WHAT = flags.DEFINE_enum("what", None, ["dense", "sparse", "loop"], "what to measure")
 _MODELS = flags.DEFINE_list(
   "models", ["paper_0_5b", "paper_1b", "paper_1_5b", "paper_2b"], "dense, sparse: files of configs/lm"

@@ -25,7 +25,7 @@ class Stats(NamedTuple):
 
   l1: jax.Array  # f32[], mean over tokens of sum_n |h_n|; differentiable
   l0: jax.Array  # f32[], mean number of neurons that fire for a token
-  overflow_rows: jax.Array  # i32[], tokens computed densely on the sparse route: too many in a tile, or not finite
+  overflow_rows: jax.Array  # i32[], tokens that the packed form cannot hold (too many non-zeros) or that are not finite
   route: jax.Array  # i32[], DENSE or SPARSE, what computed y
   active: jax.Array | None  # bool[F], fired for at least one token; None without with_active
 
@@ -59,7 +59,7 @@ def pack(
   """
   x_MD, w_FD = jnp.asarray(x_MD), jnp.asarray(w_FD)
   _check_matrices("twell.pack", x_MD=x_MD, w_FD=w_FD)
-  spec = spec or format.spec_for(x_MD.dtype)
+  spec = _spec("twell.pack", spec, x_MD.dtype)
   spec.tiles(w_FD.shape[0])
   dispatch.refuse_sharded("twell.pack", x_MD=x_MD, w_FD=w_FD)
   unsupported = lambda: _kernels().unsupported(x_MD.dtype, *w_FD.shape, spec)
@@ -82,10 +82,12 @@ def gated_feedforward(
   with_active: bool = False,
   implementation: dispatch.Implementation | None = None,
 ) -> tuple[jax.Array, Stats]:
-  """y = (relu(x Wg^T) * (x Wu^T)) Wd (TwELL, eq. 1), computing only what ReLU lets through. Exact on every route.
+  """y = (relu(x Wg^T) * (x Wu^T)) Wd (TwELL, eq. 1), computing only what ReLU lets through.
 
   The sparse route reads the rows of Wu and Wd of those neurons alone that fire for a token. Tokens with more firing
-  neurons than a tile of the format holds, and tokens that are not finite, are computed densely in the same call.
+  neurons than a tile of the format holds, and tokens that are not finite, are computed densely in the same call. So
+  every route gives the same y for any tokens, as long as a neuron that does not fire adds nothing: 0 * (x . w_up) is
+  NaN in the dense block if w_up or w_down is not finite, or the product overflows, and is left out by the sparse one.
   Reverse-mode derivatives of y and of Stats.l1 are offered; they recompute the block densely, in chunks of rows.
 
   Args:
@@ -98,12 +100,14 @@ def gated_feedforward(
       a small sample of rows. For at most 64 tokens "auto" takes the sparse kernels, which then read each weight at most
       once a token.
     density_hint: share of neurons that fire, in [0, 1]; a Python number decides when the call is traced.
-    hot: the first `hot` neurons are always computed densely, on the tensor cores; see `twell.sort_neurons`.
+    hot: the first `hot` neurons, a multiple of 128, are always computed densely, on the tensor cores; see
+      `twell.sort_neurons`.
     with_active: also say which neurons fired.
     implementation: "reference", "interpret", "hopper"; None takes "hopper" where it can serve, else "reference".
 
   Returns:
-    y_MD in the dtype of x, and what the call saw.
+    y_MD in the dtype of x, and what the call saw. The kernels for at most 64 tokens pack nothing, so that nothing
+    overflows there.
 
   Raises:
     NotImplementedError: what is asked for cannot serve the call.
@@ -137,9 +141,9 @@ def _call(op, x_MD, weights, spec, route, density_hint, hot, with_active, implem
   if route not in get_args(Route):
     raise ValueError(f"{op}: route={route!r} must be one of {get_args(Route)}")
   known_hint, traced_hint = _split_hint(op, density_hint)
-  if hot % 128 or not 0 <= hot <= num_neurons:
+  if not isinstance(hot, int) or hot % 128 or not 0 <= hot <= num_neurons:
     raise ValueError(f"{op}: hot={hot} must be a multiple of 128 in 0..F={num_neurons}")
-  spec = spec or format.spec_for(x_MD.dtype)
+  spec = _spec(op, spec, x_MD.dtype)
   if hot == num_neurons or (route == "auto" and num_neurons > format.MAX_COLUMNS):
     route = "dense"  # nothing to pack, or nothing to pack into
   if route != "dense":
@@ -154,11 +158,17 @@ def _call(op, x_MD, weights, spec, route, density_hint, hot, with_active, implem
   return y_MD, Stats(sums.l1 / tokens, sums.l0 / tokens, sums.overflow_rows, taken, sums.active_F)
 
 
+def _spec(op: str, spec: Spec | None, dtype) -> Spec:
+  if spec is not None and not isinstance(spec, Spec):
+    raise TypeError(f"{op}: spec={spec!r} must be a twell.Spec or None")
+  return format.spec_for(dtype) if spec is None else spec
+
+
 def _split_hint(op: str, density_hint: float | jax.Array | None) -> tuple[float | None, jax.Array | None]:
   """Returns a hint that is known when the call is traced, and one that is not; None for what it is not."""
   if isinstance(density_hint, jax.Array):
-    if density_hint.ndim:
-      raise ValueError(f"{op}: density_hint must be one number, got shape {density_hint.shape}")
+    if density_hint.ndim or not jnp.issubdtype(density_hint.dtype, jnp.floating):
+      raise ValueError(f"{op}: density_hint must be one floating number, got {density_hint.dtype}{density_hint.shape}")
     return None, density_hint.astype(jnp.float32)
   if density_hint is not None and not 0 <= density_hint <= 1:
     raise ValueError(f"{op}: density_hint={density_hint} is a share of the neurons and must lie in [0, 1]")
@@ -232,7 +242,7 @@ def _backward(options, kept, cotangents):
     d_x_MD, d_parts = jax.vjp(outputs, x_MD, weights)[1]((d_y_MD, d_sums.l1))
     return jax.tree.map(lambda total, part: total + part, d_weights, d_parts), d_x_MD
 
-  zeros = jax.tree.map(lambda w: jnp.zeros_like(w, jnp.float32), weights)
+  zeros = jax.tree.map(lambda w: jnp.zeros_like(w, jnp.promote_types(w.dtype, jnp.float32)), weights)
   d_weights, d_x_CMD = jax.lax.scan(chunk, zeros, (cut(x_MD), cut(d_y_MD)))
   d_x_MD = d_x_CMD.reshape(chunks * rows, width)[:num_rows]
   d_hint = jax.tree.map(jnp.zeros_like, traced_hint)  # decides how, not what

@@ -2,7 +2,7 @@
 
 `hidden` reads the gate once: a block multiplies 64 neurons with all tokens on the tensor cores, sees which fire for
 which token, and reads the rows of Wu of those alone (or multiplies again, if they are many). `combine` reads their rows
-of Wd: a block has 128 columns of a token. There is no packed form and so no overflow: any density, any value, exact.
+of Wd: a block has 128 columns of a token. There is no packed form and so no overflow.
 
 A neuron is listed if its gate is not 0 after ReLU, or is -inf before: 0 * (x . w_up) is NaN if the token is not finite,
 as it is in the dense block.

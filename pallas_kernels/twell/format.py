@@ -34,6 +34,8 @@ class Spec:
   value_dtype: np.dtype = _BFLOAT16
 
   def __post_init__(self):
+    if not all(type(size) is int for size in (self.tile, self.compression)):
+      raise TypeError(f"twell.Spec: tile={self.tile!r} and compression={self.compression!r} must be integers")
     object.__setattr__(self, "value_dtype", np.dtype(self.value_dtype))
     if self.value_dtype not in (jnp.bfloat16, jnp.float16):
       raise ValueError(f"twell.Spec: value_dtype={self.value_dtype.name} must be bfloat16 or float16")

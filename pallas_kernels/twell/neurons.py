@@ -35,7 +35,17 @@ class Neurons:
   hot: int  # for the argument of that name
 
   def take(self, values: jax.Array | np.ndarray) -> jax.Array:
-    """Brings anything with a row for each former neuron into the new order, such as counts; padding gets zeros."""
+    """Brings anything with a row for each former neuron into the new order, such as counts; padding gets zeros.
+
+    Raises:
+      ValueError: values have fewer rows than there were neurons.
+    """
+    rows = values.shape[self.order.ndim - 1]
+    if self.order.size and self.order.max() >= rows:
+      raise ValueError(
+        f"Neurons.take: values{values.shape} have {rows} rows, but neuron {self.order.max()} is among those kept; give"
+        " a row for each neuron of before"
+      )
     return _take(values, self.order)
 
 

@@ -617,7 +617,17 @@ class TestRefusals:
     )
 
   def test_a_hint_for_each_token(self):
-    self.refused(ValueError, r"density_hint must be one number, got shape \(3,\)", density_hint=jnp.zeros(3))
+    self.refused(ValueError, r"density_hint must be one floating number, got float32\(3,\)", density_hint=jnp.zeros(3))
+
+  @pytest.mark.parametrize("hint", [jnp.array(True), jnp.array(1)], ids=["bool", "integer"])
+  def test_a_hint_of_another_type(self, hint):
+    self.refused(ValueError, rf"density_hint must be one floating number, got {hint.dtype}\(\)", density_hint=hint)
+
+  def test_a_spec_of_another_type(self):
+    self.refused(TypeError, r"spec=\{\} must be a twell\.Spec or None", spec={})
+
+  def test_a_number_of_hot_neurons_that_is_no_integer(self):
+    self.refused(ValueError, r"hot=128\.0 must be a multiple of 128", hot=128.0)
 
   @pytest.mark.parametrize("hot", [-128, 1, 64, 384])
   def test_hot_neurons_that_are_no_blocks_or_too_many(self, hot):
@@ -695,3 +705,14 @@ def test_random_larger_problems_equal_float64(data):
   shape = (tokens, 128 * data.draw(st.integers(1, 8)), 128 * data.draw(st.integers(1, 24)))
   dtype = data.draw(st.sampled_from([jnp.bfloat16, jnp.float16]))
   assert_random_problem_equals_oracle(data, "hopper", shape, dtype)
+
+
+def test_gradients_of_float64_are_float64():
+  with jax.enable_x64(True):
+    arrays = [jnp.asarray(np.random.default_rng(n).normal(size=(4, 8))) for n in range(4)]
+    loss = lambda *arrays: jnp.sum(twell.gated_feedforward(*arrays)[0])
+    found = jax.grad(loss, range(4))(*arrays)
+    expected = jax.grad(lambda x, g, u, d: jnp.sum((jax.nn.relu(x @ g.T) * (x @ u.T)) @ d), range(4))(*arrays)
+    for a, b in zip(found, expected):
+      assert a.dtype == jnp.float64
+      np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)

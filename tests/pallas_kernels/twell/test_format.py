@@ -329,3 +329,9 @@ class TestRefusals:
       ValueError, match=r"F=65537 columns, but a word has 16 bits .* 65536 at most; use route='dense'"
     ):
       twell.from_dense(jnp.zeros((1, 65537), jnp.bfloat16))
+
+
+@pytest.mark.parametrize("sizes", [{"tile": 256.0}, {"compression": 8.0}, {"compression": True}])
+def test_sizes_of_a_spec_are_integers(sizes):
+  with pytest.raises(TypeError, match=r"tile=.* and compression=.* must be integers"):
+    twell.Spec(**sizes)

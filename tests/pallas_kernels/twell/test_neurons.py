@@ -272,3 +272,10 @@ class TestRefusals:
     counts_F = np.asarray([1, 0, 1, 0, 1])
     changed = jax.jit(lambda w_FD: change(None, w_FD, w_FD, counts_F).w_up_FD)(self.w_FD)
     assert changed.shape[1] == D
+
+
+def test_counts_of_too_few_neurons_are_refused_when_they_are_brought_into_order():
+  weights = (jnp.ones((256, 8)),) * 3
+  neurons = twell.sort_neurons(*weights, np.arange(256), 300)
+  with pytest.raises(ValueError, match=r"values\(9,\) have 9 rows, but neuron 255 is among those kept"):
+    neurons.take(np.arange(9))
