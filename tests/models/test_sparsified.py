@@ -14,7 +14,7 @@ from sparse_lm.models.sparsified import sparsified
 from sparse_lm.models.transformer import Transformer
 
 
-@pytest.mark.parametrize("kind", ["gated_relu", "relu"])
+@pytest.mark.parametrize("kind", ["gated_relu", pytest.param("relu", marks=pytest.mark.slow)])
 def test_every_layer_has_the_wanted_mean_of_non_zeros_and_late_tokens_have_their_part(kind):
   config = ModelConfig(vocab_size=500, context_length=64, num_layers=3, model_width=128, ffn_width=352, ffn_kind=kind)
   tokens_BL = np.random.default_rng(0).integers(0, 500, (12, 64)).astype(np.int32)

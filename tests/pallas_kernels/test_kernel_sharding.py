@@ -225,7 +225,8 @@ class TestTwell:
     wrapper(jax.device_put(x_MD, NamedSharding(mesh, P("data"))), *weights, mesh=mesh, axes="data")
     assert seen == [{"data"}] * (2 + len(weights))
 
-  @pytest.mark.parametrize("tokens", [5, 70])  # the kernels for a few tokens, and those for many
+  # the kernels for a few tokens, and those for many
+  @pytest.mark.parametrize("tokens", [5, pytest.param(70, marks=pytest.mark.slow)])
   def test_the_kernels_run_inside_the_wrapper(self, run, tokens):
     mesh, rng = mesh_of(1), np.random.default_rng(0)
     x_MD, weights = rng.normal(size=(tokens, 128)), rng.normal(size=(3, 128, 128)) / 8
