@@ -21,7 +21,7 @@ from flax import nnx
 from pallas_kernels import bench
 from sparse_lm import data
 from sparse_lm import flags as config_flags
-from sparse_lm.benchmark import RECORD, record_cases
+from sparse_lm.benchmark import RECORD, record_cases, require_neurons
 from sparse_lm.config import FFN_IMPLEMENTATIONS, LmConfig, PrecisionConfig
 from sparse_lm.errors import UserError
 from sparse_lm.inference import OpenedModel
@@ -70,7 +70,7 @@ def decode_cases():
     if _NON_ZEROS.value is None:
       yield from _decode_cases(name, config, model)
       continue
-    model, l0 = _sparsified(config, model)
+    model, l0 = _sparsified(name, config, model)
     for ffn in FFN_IMPLEMENTATIONS:
       model.blocks.feedforward.implementation = ffn
       for case in _decode_cases(name, config, model):
@@ -79,12 +79,9 @@ def decode_cases():
         yield case | {"ffn": ffn, "non_zeros": _NON_ZEROS.value, "l0": l0, "share_of_bandwidth": share}
 
 
-def _sparsified(config: LmConfig, model):
+def _sparsified(name: str, config: LmConfig, model):
   """The model with --non_zeros at the positions that are generated, and how many those are, mean over layers."""
-  if _NON_ZEROS.value >= config.model.ffn_width:
-    raise UserError(
-      f"--non_zeros={_NON_ZEROS.value:g} must be less than the {config.model.ffn_width} neurons of a layer"
-    )
+  require_neurons(name, config.model, _NON_ZEROS.value)
   length = _PROMPT.value + _TOKENS.value
   tokens_BL = jax.random.randint(jax.random.key(1), (_CALIBRATION, length), 0, config.model.vocab_size)
   sparsify = functools.partial(sparsified, config=config.model, non_zeros=_NON_ZEROS.value, first=_PROMPT.value)

@@ -29,8 +29,8 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import bench
 from sparse_lm import config_io, data
 from sparse_lm import flags as config_flags
-from sparse_lm.benchmark import RECORD, record_cases
-from sparse_lm.config import FFN_IMPLEMENTATIONS, LmConfig, ModelConfig
+from sparse_lm.benchmark import RECORD, record_cases, require_neurons
+from sparse_lm.config import FFN_IMPLEMENTATIONS, LmConfig
 from sparse_lm.errors import UserError, first_line
 from sparse_lm.models.sparsified import sparsified
 from sparse_lm.models.transformer import Transformer
@@ -213,7 +213,7 @@ def sparse_cases():
   for name in _MODELS.value:
     config = _config(name, _FORWARD_BATCH.value, "none")
     for non_zeros in map(float, _NON_ZEROS.value):
-      _require_neurons(name, config.model, non_zeros)
+      require_neurons(name, config.model, non_zeros)
       case = {"model": name, "what": "forward", "sequences": _FORWARD_BATCH.value, "non_zeros": non_zeros}
       mesh = make_mesh(config)
       with jax.set_mesh(mesh):
@@ -222,13 +222,6 @@ def sparse_cases():
         for result in _dense_and_twell(config, model, tokens_BL):
           yield case | result
       jax.clear_caches()
-
-
-def _require_neurons(name: str, model: ModelConfig, non_zeros: float) -> None:
-  if model.ffn_kind not in ("gated_relu", "relu"):
-    raise UserError(f"--models={name}: model.ffn_kind={model.ffn_kind!r} has no neurons that ReLU can switch off")
-  if non_zeros >= model.ffn_width:
-    raise UserError(f"--non_zeros={non_zeros:g} must be less than the {model.ffn_width} neurons of {name}")
 
 
 def _sparsified_model(config: LmConfig, tokens_BL: jax.Array, non_zeros: float) -> Transformer:

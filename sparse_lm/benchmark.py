@@ -1,4 +1,4 @@
-"""What every benchmark shares: its flag --record, cases recorded as they come and printed as one table."""
+"""What every benchmark shares: its flag --record, cases recorded as they come and printed as one table, a check."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -7,6 +7,7 @@ from typing import Any
 from absl import flags
 
 from pallas_kernels import bench
+from sparse_lm.config import ModelConfig
 from sparse_lm.errors import UserError
 
 RECORD = flags.DEFINE_string("record", None, "new folder for config.json, env.json, metrics.jsonl, table.md")
@@ -36,3 +37,11 @@ def record_cases(folder: str, asked: Json, cases: Iterable[Json], table: Callabl
   text = table(bench.load_cases(record.folder))
   (record.folder / "table.md").write_text(text)
   print(text)
+
+
+def require_neurons(name: str, model: ModelConfig, non_zeros: float) -> None:
+  """Raises UserError for a model of --models in which --non_zeros neurons of a layer cannot fire."""
+  if model.ffn_kind not in ("gated_relu", "relu"):
+    raise UserError(f"--models={name}: model.ffn_kind={model.ffn_kind!r} has no neurons that ReLU can switch off")
+  if non_zeros >= model.ffn_width:
+    raise UserError(f"--non_zeros={non_zeros:g} must be less than the {model.ffn_width} neurons of {name}")

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from pallas_kernels import dispatch
 from pallas_kernels.twell import format, reference
 from pallas_kernels.twell.format import Spec, Twell
+from pallas_kernels.twell.routing import DENSE
 
 Route = Literal["sparse", "dense", "auto"]
-DENSE, SPARSE = 0, 1  # what Stats.route says
 _ROWS_OF_A_CHUNK = 8192  # of the backward pass: bounds its temporaries
 
 

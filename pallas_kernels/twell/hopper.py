@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from pallas_kernels.twell import active_hopper, decode_hopper, gather_hopper, pack_hopper, reference, routing
 from pallas_kernels.twell.format import Spec, Twell
 from pallas_kernels.twell.reference import Sums
+from pallas_kernels.twell.routing import DENSE, SPARSE
 
-DENSE, SPARSE = 0, 1
 _MAX_WIDTH = 8192  # what the four warps of a warpgroup hold of one token
 
 
@@ -71,16 +71,14 @@ def feedforward(
   weights = w_gate_FD, w_up_FD, w_down_FD
   sparse: Callable = functools.partial(_sparse, spec=spec, hot=hot, with_active=with_active, interpret=interpret)
   dense = functools.partial(_dense, with_active=with_active)
-  if x_MD.shape[0] <= decode_hopper.MAX_TOKENS:
+  few = x_MD.shape[0] <= decode_hopper.MAX_TOKENS
+  if few:
     sparse = functools.partial(decode_hopper.feedforward, with_active=with_active, interpret=interpret)
-  if route == "sparse":
+  if route == "sparse" or (few and density_hint is None):
     return *sparse(x_MD, *weights), jnp.int32(SPARSE)
 
-  gathered = tuple(w for w in weights[1:] if w_gate_FD is not None or w is w_down_FD)
-  limit = routing.pays_below(gathered)
+  limit = routing.pays_below((w_down_FD,) if w_gate_FD is None else (w_up_FD, w_down_FD))
   if density_hint is None:
-    if x_MD.shape[0] <= decode_hopper.MAX_TOKENS:
-      return *sparse(x_MD, *weights), jnp.int32(SPARSE)
     # The hot neurons are dense on either route.
     density_hint = routing.sample_density(x_MD, w_up_FD if w_gate_FD is None else w_gate_FD, hot)
   if isinstance(density_hint, int | float):
@@ -94,14 +92,14 @@ def feedforward(
 def _dense(x_MD, w_gate_FD, w_up_FD, w_down_FD, *, with_active) -> tuple[jax.Array, Sums]:
   y_MD, sums = reference.feedforward(x_MD, w_gate_FD, w_up_FD, w_down_FD, spec=None, hot=0, with_active=with_active)
   # Both branches of a cond must vary over the same mesh axes, and a constant varies over none.
-  return y_MD, sums._replace(overflow_rows=jnp.where(sums.l0 < 0, 1, 0).astype(jnp.int32))
+  return y_MD, sums._replace(overflow_rows=jnp.zeros_like(sums.l0, jnp.int32))
 
 
 def _sparse(x_MD, w_gate_FD, w_up_FD, w_down_FD, *, spec, hot, with_active, interpret) -> tuple[jax.Array, Sums]:
   gated = w_gate_FD is not None
   firing_FD = w_gate_FD if gated else w_up_FD
   words = pack_hopper.pack(x_MD, firing_FD, spec, first=hot, interpret=interpret)
-  start_MD = hot_l1_M = hot_l0_M = None
+  start_MD = None
   if hot:
     firing_MH = reference.gate(x_MD, firing_FD[:hot])
     h_MH = firing_MH * jnp.einsum("MD,FD->MF", x_MD, w_up_FD[:hot]) if gated else firing_MH

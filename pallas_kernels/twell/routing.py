@@ -15,6 +15,7 @@ import numpy as np
 from pallas_kernels.twell import reference
 from pallas_kernels.twell.reference import Sums
 
+DENSE, SPARSE = 0, 1  # what Stats.route says
 _SAMPLED_SHARE = 128  # one row of so many is looked at
 _MIN_SAMPLE = 64
 # Where the rows of all active neurons cost as much as the products that they replace: L2 at 8.7 TB/s against tensor
@@ -53,14 +54,14 @@ def compute_misfits(
   y_MD: jax.Array,
   sums: Sums,
 ) -> tuple[jax.Array, Sums]:
-  """Replaces the rows of y where misfit_M holds by those of the dense block, and adds their sums.
+  """Replaces the rows of y where misfit_M holds, sums.overflow_rows of them, by the dense block's; adds their sums.
 
   The number of such rows picks one of a few programs, each for up to so many; none computes more than `_CHUNK` rows at
   once. The others keep their bits.
   """
   num_tokens = x_MD.shape[0]
   rungs = [rung for rung in _RUNGS if rung < num_tokens] + [num_tokens]
-  number = jnp.sum(misfit_M, dtype=jnp.int32)
+  number = sums.overflow_rows
   # 0: nothing to do; n: the first rung that holds them all
   branch = jnp.where(number == 0, 0, 1 + jnp.sum(number > jnp.asarray(rungs[:-1], jnp.int32), dtype=jnp.int32))
 
@@ -95,8 +96,7 @@ def compute_misfits(
     return jnp.where(misfit_M[:, None], jnp.concatenate(parts), y_MD), sums
 
   branches = [nothing, *[some(rung) for rung in rungs[:-1]], all_rows]
-  y_MD, sums = jax.lax.switch(branch, branches, y_MD, sums)
-  return y_MD, sums._replace(overflow_rows=number)
+  return jax.lax.switch(branch, branches, y_MD, sums)
 
 
 def _dense(x_RD, weights, sums: Sums) -> tuple[jax.Array, Sums]:
