@@ -3,9 +3,9 @@
 A route is compared with the dense block before anything is timed. Only y is asked for under the clock, so that the
 dense block is spared the sums that nothing but Stats needs.
 
-Single blocks are timed in queues of calls. Blocks of a few tokens are shorter than their dispatch and so run one after
-another, each on what the one before gave, and such a call is waited for: in a queue its buffers move, and XLA then
-records its CUDA graph anew.
+Single blocks are timed in queues of calls. Blocks of a few tokens are shorter than their dispatch and so many of them
+make one call, one after another on the same tokens, and such a call is waited for: in a queue its buffers move, and XLA
+then records its CUDA graph anew.
 
 Beside the times stands a floor of the sparse route: the gate product at the matmul rate of this run, then for each
 token what is less, the rows of its non-zeros at the rate of L2 or the other products at the matmul rate; and no sooner
@@ -15,7 +15,7 @@ Dimension key: M tokens, D model width, F hidden neurons, C chunks of tokens, R 
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +29,7 @@ from pallas_kernels.twell.shapes import Weights
 Json = dict[str, Any]
 ROUTES = ("sparse", "auto")
 TIMED = ("dense", *ROUTES, "pack", "gate")
-DENSE_APART = "dense_apart"  # timed of chains
+DENSE_APART = "dense_apart"  # timed where a call has many blocks
 ERROR_LIMIT = 1e-2  # of the whole result; rounding h to bfloat16 once or twice makes 3e-3
 _COUNT_LIMIT = 1e-3  # of l0: sums in another order may move a value that is 0 but for rounding,
 _COUNT_SLACK = 2  # which of a single token may be a neuron or two, more than that share
@@ -68,10 +68,10 @@ def measured(name: str, problem: Problem, rates: dict[str, float], *, samples: i
   Raises:
     AssertionError: a route is wrong; it gets no time.
   """
-  seen = [_check_block(name, problem, weights, x_MD) for weights, x_MD in chain(problem)]
+  seen = [_check_layer(name, problem, weights) for weights in problem.layers]
   whats = TIMED if problem.blocks == 1 else (*TIMED, DENSE_APART)
   times = {what: _time(problem, what, samples) for what in whats}
-  floor_ms = float(np.mean([floor(problem, of_block.used, rates) for of_block in seen]))
+  floor_ms = float(np.mean([floor(problem, of_layer.used, rates) for of_layer in seen]))
   found = _described(name, problem) | _summed_up(seen)
   return found | {"samples": samples, "ms": times, "floor_ms": floor_ms, **rates}
 
@@ -147,45 +147,27 @@ def _dense_apart(x_MD: jax.Array, weights: Weights) -> tuple[jax.Array, None]:
 
 @functools.cache
 def timed(what: str, hot: int, rounds: int) -> Callable:
-  """(x, weights of all layers) -> the last y; for "pack" and "gate" a list of what each block gives."""
+  """(x, weights of all layers) -> what each block gives, y or what "pack" or "gate" makes, on a new axis if many."""
 
-  def whole(x_MD: jax.Array, layers: list[Weights]) -> jax.Array:
-    first, *rest = layers * rounds
-    y_MD, _ = block(what, hot)(x_MD, first)
-    for weights in rest:
-      y_MD, _ = block(what, hot)(_next_input(y_MD, x_MD), weights)
-    return y_MD
+  def of_block(x_MD: jax.Array, weights: Weights):
+    if what == "pack":
+      return twell.pack(x_MD, weights.firing_FD[hot:])
+    if what == "gate":
+      return jnp.einsum("MD,FD->MF", x_MD, weights.firing_FD)
+    return block(what, hot)(x_MD, weights)[0]
 
-  def each(x_MD: jax.Array, layers: list[Weights]) -> list:
+  def run(x_MD: jax.Array, layers: list[Weights]):
     found = []
     for weights in layers * rounds:
-      if what == "pack":
-        of_layer = twell.pack(x_MD, weights.firing_FD[hot:])
-      else:
-        of_layer = jnp.einsum("MD,FD->MF", x_MD, weights.firing_FD)
-      # One after another: XLA would compute equal products once, and join others.
-      x_MD, of_layer = jax.lax.optimization_barrier((x_MD, of_layer))
-      found.append(of_layer)
-    return found
+      # One after another: XLA would compute equal blocks once, and join products that share x.
+      x_MD, result = jax.lax.optimization_barrier((x_MD, of_block(x_MD, weights)))
+      found.append(result)
+    if len(found) == 1:
+      return found[0]
+    # One array, so that a call finds its results where the last one left them.
+    return jax.tree.map(lambda *of_blocks: jnp.stack(of_blocks), *found)
 
-  return each if what in ("pack", "gate") else whole
-
-
-@jax.jit
-def _next_input(y_MD: jax.Array, x_MD: jax.Array) -> jax.Array:
-  """y of unit size, with the constant feature of x: the next gate keeps its density."""
-  y_MD = y_MD.astype(jnp.float32)
-  scale_M1 = jax.lax.rsqrt(jnp.mean(y_MD**2, axis=1, keepdims=True) + 1e-12)
-  return (y_MD * scale_M1).astype(x_MD.dtype).at[:, 0].set(x_MD[:, 0])
-
-
-def chain(problem: Problem) -> Iterator[tuple[Weights, jax.Array]]:
-  """Yields weights and x of every block of a call, after the dense block where one precedes."""
-  x_MD = problem.x_MD
-  for n, weights in enumerate(problem.layers * problem.rounds, start=1):
-    yield weights, x_MD
-    if n < problem.blocks:
-      x_MD = _next_input(jax.jit(block("dense", 0))(x_MD, weights)[0], problem.x_MD)
+  return run
 
 
 def _calls(problem: Problem) -> str:
@@ -211,20 +193,17 @@ class Counts(NamedTuple):
   tokens_F: np.ndarray  # for which a neuron fires
 
 
-class BlockSeen(NamedTuple):
-  """What one block of a case is found to do."""
+class LayerSeen(NamedTuple):
+  """What one layer of a case is found to do."""
 
   used: Counts
   stats: dict[str, twell.Stats]  # by route
   error: dict[str, float]
 
 
-def _check_block(name: str, problem: Problem, weights: Weights, x_MD: jax.Array) -> BlockSeen:
-  """Compares a block on an input of its own.
-
-  Not the end of the chain: rounding moves what is near a threshold, and each further block makes that larger.
-  """
-  stats, error = {}, {}
+def _check_layer(name: str, problem: Problem, weights: Weights) -> LayerSeen:
+  """Compares the routes with the dense block."""
+  x_MD, stats, error = problem.x_MD, {}, {}
   used = count(x_MD, weights.firing_FD, problem.cold_F)
   for route in ROUTES:
     y_MD, stats[route] = jax.jit(block(route, problem.hot))(x_MD, weights)
@@ -236,7 +215,7 @@ def _check_block(name: str, problem: Problem, weights: Weights, x_MD: jax.Array)
     l0, counted = float(stats[route].l0), float(used.nonzeros_M.mean())
     if not abs(l0 - counted) <= _COUNT_LIMIT * counted + _COUNT_SLACK / len(x_MD):
       raise AssertionError(f"{name}, {route}: l0={l0:.3f}, but the dense gate has {counted:.3f} non-zeros a token")
-  return BlockSeen(used, jax.tree.map(np.asarray, stats), error)
+  return LayerSeen(used, jax.tree.map(np.asarray, stats), error)
 
 
 def relative_error(x_MD: jax.Array, weights: Weights, y_MD: jax.Array) -> float:
@@ -300,14 +279,14 @@ def floor(problem: Problem, used: Counts, rates: dict[str, float]) -> float:
   return 1e3 * (gate_s + hot_s + max(tokens_s, distinct * row_bytes / copy_bytes_per_s))
 
 
-def _summed_up(seen: list[BlockSeen]) -> Json:
-  """Means over the blocks, maxima of maxima and of errors."""
-  nonzeros = np.stack([of_block.used.nonzeros_M for of_block in seen])
-  taken = {"dense" if of_block.stats["auto"].route == twell.DENSE else "sparse" for of_block in seen}
+def _summed_up(seen: list[LayerSeen]) -> Json:
+  """Means over the layers, maxima of maxima and of errors."""
+  nonzeros = np.stack([of_layer.used.nonzeros_M for of_layer in seen])
+  taken = {"dense" if of_layer.stats["auto"].route == twell.DENSE else "sparse" for of_layer in seen}
   return {
     "nonzeros_mean": float(nonzeros.mean()),
     "nonzeros_max": int(nonzeros.max()),
-    "overflow_rows": float(np.mean([of_block.stats["sparse"].overflow_rows for of_block in seen])),
+    "overflow_rows": float(np.mean([of_layer.stats["sparse"].overflow_rows for of_layer in seen])),
     "auto_took": " and ".join(sorted(taken)),
-    "relative_error": {route: max(of_block.error[route] for of_block in seen) for route in ROUTES},
+    "relative_error": {route: max(of_layer.error[route] for of_layer in seen) for route in ROUTES},
   }

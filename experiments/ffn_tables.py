@@ -86,11 +86,11 @@ def _slower(cases: list[Json]) -> list[str]:
 
 
 def _apart(cases: list[Json]) -> list[str]:
-  chains = [case for case in cases if DENSE_APART in case["ms"]]
-  if not chains:
+  many_blocks = [case for case in cases if DENSE_APART in case["ms"]]
+  if not many_blocks:
     return []
   said = []
-  for case in chains:
+  for case in many_blocks:
     ms = _medians(case)
     ratios = ", ".join(f"{route} {ms[DENSE_APART] / ms[route]:.2f}x" for route in ROUTES)
     said.append(f"{case['name']} {_milliseconds(case['ms'][DENSE_APART])} ms ({ratios})")

@@ -145,7 +145,7 @@ def _twell_decode() -> dict[str, Case]:
   ):
     name = f"twell_decode_hidden/M={tokens},D={width},{'gated' if gated else 'non_gated'}"
     found[name] = _hidden_case(FfnShape(M=tokens, D=width, F=5632, gated=gated))
-  combine = functools.partial(decode_hopper.combine, interpret=False)
+  combine = functools.partial(decode_hopper.combine, num_tokens=tokens, interpret=False)
   for tokens, neurons in ((8, 5632), (64, 5632), (8, 65536)):  # the blocks of 8 tokens have more warps
     hidden = _array(tokens, neurons, dtype=jnp.float32), _array(tokens, neurons // 32, dtype=jnp.uint32)
     found[f"twell_decode_combine/M={tokens},F={neurons}"] = Case(combine, (*hidden, _array(neurons, 2048)))

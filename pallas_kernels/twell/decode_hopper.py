@@ -2,7 +2,8 @@
 
 `hidden` reads the gate once: a block multiplies 64 neurons with all tokens on the tensor cores, sees which fire for
 which token, and reads the rows of Wu of those alone (or multiplies again, if they are many). `combine` reads their rows
-of Wd: a block has 128 columns of a token. There is no packed form and so no overflow.
+of Wd: a block has 128 columns of a token; where many fire for many tokens, a dense product takes its place. There is no
+packed form and so no overflow.
 
 A neuron is listed if its gate is not 0 after ReLU, or is -inf before: 0 * (x . w_up) is NaN if the token is not finite,
 as it is in the dense block.
@@ -34,6 +35,8 @@ _COLUMNS = 128  # of a block of `combine`, four a lane
 _MANY_WARPS = 16  # of a block of `combine`; each has its share of the neurons
 _MANY_BLOCKS = 264  # two for each SM
 _UNROLL = 8  # rows of Wd on their way
+_FEW_TOKENS = 16  # up to which `combine` serves even if all neurons fire; asking costs 4 us
+_DENSE_FROM = 2  # tokens for which a neuron fires, on average, from which a dense product with Wd is faster
 
 
 def feedforward(
@@ -52,10 +55,10 @@ def feedforward(
     return jnp.zeros_like(x_MD), Sums(zero, zero, jnp.int32(0), active_F if with_active else None)
   x_PD = jnp.pad(x_MD, ((0, -num_tokens % 8), (0, 0)))
   h_PF, listed_PW, fires_PW = hidden(x_PD, w_gate_FD, w_up_FD, w_down_FD, interpret=interpret)
-  y_PD = combine(h_PF, listed_PW, w_down_FD, interpret=interpret)
+  y_MD = _down(h_PF, listed_PW, w_down_FD, num_tokens, interpret=interpret)
   listed_MF, fires_MF = (bits.expand(words_PW[:num_tokens]) for words_PW in (listed_PW, fires_PW))
   # Made from results, not by the kernels: XLA leaves out what nobody reads.
-  return y_PD[:num_tokens], Sums(
+  return y_MD, Sums(
     l1=jnp.sum(jnp.where(listed_MF, jnp.abs(h_PF[:num_tokens]), 0)),
     l0=jnp.sum(fires_MF, dtype=jnp.float32),
     overflow_rows=jnp.zeros_like(fires_PW[0, 0], jnp.int32),
@@ -135,20 +138,17 @@ def _hidden_kernel(x_ref, firing_ref, w_down_ref, *rest, gated: bool, interpret:
   plgpu.commit_smem()
   read = (w_down_ref, *up_ref)
   _list(gate_smem, read, listed_ref, fires_ref, bits_smem, pairs_smem, count_smem, block, interpret=interpret)
-  write = functools.partial(
-    _write_hidden, x_ref, h_ref, gate_smem, bits_smem, pairs_smem, count_smem, block, interpret=interpret
-  )
-  if not gated:
-    write(None, is_hidden=False)
-    return
+
+  def few():
+    refs = x_ref, h_ref, gate_smem, bits_smem, pairs_smem, count_smem
+    _write_pairs(*refs, up_ref[0] if gated else None, block, interpret=interpret)
 
   def many():
-    up_NP = product(up_ref[0], steps)
-    gate_smem[...] = jnp.maximum(kept_NP, 0) * up_NP
+    gate_smem[...] = jnp.maximum(kept_NP, 0) * (product(up_ref[0], steps) if gated else 1)
     plgpu.commit_smem()
-    write(None, is_hidden=True)
+    _write_all(gate_smem, h_ref, block, interpret=interpret)
 
-  lax.cond(count_smem[0] > _MANY_PAIRS, many, lambda: write(up_ref[0], is_hidden=False))
+  lax.cond(count_smem[0] > _MANY_PAIRS, many, few)
 
 
 def _list(
@@ -187,17 +187,12 @@ def _list(
   run(block, *refs)
 
 
-def _write_hidden(
-  x_ref, h_ref, gate_smem, bits_smem, pairs_smem, count_smem, block, up_ref, *, is_hidden: bool, interpret: bool
-) -> None:
-  """h_ref[token, neuron] of all pairs: relu(gate), times x . Wu[neuron] if there is an up_ref.
-
-  is_hidden: gate_smem holds h itself.
-  """
+def _write_pairs(x_ref, h_ref, gate_smem, bits_smem, pairs_smem, count_smem, up_ref, block, *, interpret: bool) -> None:
+  """h_ref[token, neuron] of all pairs: relu(gate), times x . Wu[neuron] if there is an up_ref."""
   num_tokens, width = x_ref.shape
   if interpret:
     own = pl.ds(block * _NEURONS, _NEURONS)
-    h_NP = gate_smem[...] if is_hidden else jnp.maximum(gate_smem[...], 0)
+    h_NP = jnp.maximum(gate_smem[...], 0)
     if up_ref is not None:
       h_NP = h_NP * (up_ref[own].astype(jnp.float32) @ x_ref[...].astype(jnp.float32).T)
     h_ref[:, own] = jnp.where(bits.expand(bits_smem[...]), h_NP.T, jnp.nan)  # the GPU leaves the others unwritten
@@ -230,8 +225,7 @@ def _write_hidden(
         dots = rows.dots_of_rows(x, ptx.global_address(up_ref[0]), rows_of, lane, width, x_type)
       for (neuron, token), dot in zip(found, dots):
         at = ptx.offset(ptx.offset(gates, neuron, 4 * num_tokens), token, 4)
-        relu = "" if is_hidden else "max.NaN.f32 $0, $0, 0f00000000;"
-        h = ptx.asm((ptx.f32(),), [at], f"ld.shared.f32 $0, [$1]; {relu}", "=f,r")
+        h = ptx.asm((ptx.f32(),), [at], "ld.shared.f32 $0, [$1]; max.NaN.f32 $0, $0, 0f00000000;", "=f,r")
         h = h if dot is None else arith.mulf(h, dot)
         at = ptx.offset(ptx.offset(h_out, token, 4 * num_neurons), arith.addi(first, neuron), 4)
         ptx.asm((), [at, h, lane], "{.reg .pred p; setp.eq.u32 p, $2, 0; @p st.global.f32 [$0], $1;}", "l,f,r")
@@ -241,6 +235,35 @@ def _write_hidden(
     return []
 
   run(block, *refs)
+
+
+def _write_all(h_smem, h_ref, block, *, interpret: bool) -> None:
+  """h_ref[token, neuron] of this block's neurons for all tokens, listed or not."""
+  num_tokens = h_smem.shape[1]
+  if interpret:
+    h_ref[:, pl.ds(block * _NEURONS, _NEURONS)] = h_smem[...].T
+    return
+
+  @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT, plgpu.RefType(), plgpu.RefType()), return_type=None)
+  def run(ctx, block, h_smem, h_ref):
+    del ctx
+    num_neurons = ir.MemRefType(h_ref.type).shape[1]
+    lane, warp = ptx.lane_and_warp()
+    first = arith.addi(arith.muli(ptx.scalar(block), ptx.const(_NEURONS)), lane)
+    own, out = ptx.shared_address(h_smem), ptx.offset(ptx.global_address(h_ref), first, 4)
+
+    def write(token, carry):
+      at = ptx.offset(ptx.offset(own, lane, 4 * num_tokens), token, 4)
+      for half in range(_NEURONS // 32):
+        text = f"ld.shared.f32 $0, [$1+{half * 32 * 4 * num_tokens}];"
+        h = ptx.asm((ptx.f32(),), [at], text, "=f,r")
+        ptx.asm((), [ptx.offset(out, token, 4 * num_neurons), h], f"st.global.f32 [$0+{half * 32 * 4}], $1;", "l,f")
+      return carry
+
+    ptx.for_each(warp, ptx.const(num_tokens), rows.WARPS, write, [])
+    return []
+
+  run(block, h_smem, h_ref)
 
 
 def _see_who_is_listed(gates, seen, words, weights, block, num_tokens: int, words_of_a_token: int, width: int) -> None:
@@ -290,10 +313,28 @@ def _list_pairs(seen, pairs, words: int) -> ir.Value:
   return ptx.asm((ptx.i32(),), [lane, seen, pairs], text + "}", "=&r,r,r,r")
 
 
-@functools.partial(jax.jit, static_argnames="interpret")
-def combine(h_PF: jax.Array, listed_PW: jax.Array, w_down_FD: jax.Array, *, interpret: bool) -> jax.Array:
-  """y_PD = sum over the listed neurons of h Wd, in the dtype of Wd."""
-  num_tokens, width = h_PF.shape[0], w_down_FD.shape[1]
+def _down(
+  h_PF: jax.Array, listed_PW: jax.Array, w_down_FD: jax.Array, num_tokens: int, *, interpret: bool
+) -> jax.Array:
+  """y_MD of the first tokens, by `combine` or, where that takes longer, by a dense product."""
+  sparse = functools.partial(combine, num_tokens=num_tokens, interpret=interpret)
+  if num_tokens <= _FEW_TOKENS:
+    return sparse(h_PF, listed_PW, w_down_FD)
+
+  def dense(h_PF, listed_PW, w_down_FD):
+    h_MF = jnp.where(bits.expand(listed_PW[:num_tokens]), h_PF[:num_tokens], 0)
+    return jnp.einsum("MF,FD->MD", h_MF.astype(w_down_FD.dtype), w_down_FD)
+
+  pairs = jnp.sum(lax.population_count(listed_PW), dtype=jnp.uint32)
+  return lax.cond(pairs > _DENSE_FROM * w_down_FD.shape[0], dense, sparse, h_PF, listed_PW, w_down_FD)
+
+
+@functools.partial(jax.jit, static_argnames=("num_tokens", "interpret"))
+def combine(
+  h_PF: jax.Array, listed_PW: jax.Array, w_down_FD: jax.Array, *, num_tokens: int, interpret: bool
+) -> jax.Array:
+  """y_MD = sum over the listed neurons of h Wd, of the first tokens, in the dtype of Wd."""
+  width = w_down_FD.shape[1]
   # Few blocks need many warps each; many blocks are better small, so that all run at once.
   warps = _MANY_WARPS if num_tokens * width // _COLUMNS < _MANY_BLOCKS else rows.WARPS
   words_of_a_warp = -(-listed_PW.shape[1] // warps)

@@ -18,6 +18,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from pallas_kernels import ptx
+from pallas_kernels.twell import rows
 
 ROWS = 64  # of a warpgroup
 GROUP = 8  # columns that the four lanes of a row share
@@ -137,13 +138,9 @@ def _relu_and_count_row(pairs, kind: str):
     operands = [llvm.bitcast(ptx.i32(), pair), ptx.const(0), ones]
     word, ones = ptx.asm((ptx.i32(), ptx.i32()), operands, text, "=&r,=&r,r,r,r", pure=True)
     words.append(word)
-  low, high = (
-    ("shl.b32 a, $1, 16; and.b32 b, $1, 0xffff0000; mov.b32 x, a; mov.b32 y, b;", "")
-    if kind == "bf16x2"
-    else ("mov.b32 {l, h}, $1; cvt.f32.f16 x, l; cvt.f32.f16 y, h;", ".reg .b16 l, h;")
-  )
-  text = f"{{.reg .b32 a, b; {high} .reg .f32 x, y; {low} add.f32 x, x, y; cvt.rni.u32.f32 $0, x;}}"
-  mine = ptx.asm((ptx.i32(),), [ones], text, "=r,r", pure=True)
+  dtype = ir.VectorType(pairs[0].type).element_type
+  low, high = rows.unpack(dtype)(ones)
+  mine = ptx.asm((ptx.i32(),), [arith.addf(low, high)], "cvt.rni.u32.f32 $0, $1;", "=r,f", pure=True)
   quad, _ = _quad_and_row()
   shuffle = lambda value, by, clamp, how: nvvm.shfl_sync(
     ptx.const(0xFFFFFFFF), value, ptx.const(by), ptx.const(clamp), how

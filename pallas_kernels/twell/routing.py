@@ -6,6 +6,7 @@ predicate on the device. A loop of unknown length would send its predicate to th
 Dimension key: M tokens, D model width, F hidden neurons.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -85,15 +86,12 @@ def compute_misfits(
     return run
 
   def all_rows(y_MD, sums):
-    parts = []
-    for first in range(0, num_tokens, _CHUNK):
-      part = slice(first, min(first + _CHUNK, num_tokens))
-      # Rows that fit are zeros here: nothing fires, nothing is counted twice.
-      y_RD, more = _dense(jnp.where(misfit_M[part, None], x_MD[part], jnp.zeros((), x_MD.dtype)), weights, sums)
-      parts.append(y_RD)
-      sums = _add(sums, more)
+    chunks = [x_MD[first : first + _CHUNK] for first in range(0, num_tokens, _CHUNK)]
+    parts, sums_of_parts = zip(*[_dense(x_RD, weights, sums) for x_RD in chunks])
     # One select at the end: XLA would copy all of y for each chunk written into it.
-    return jnp.where(misfit_M[:, None], jnp.concatenate(parts), y_MD), sums
+    y_MD = jnp.where(misfit_M[:, None], jnp.concatenate(parts), y_MD)
+    # Of rows that fit too, so these take the place of what the kernels counted.
+    return y_MD, functools.reduce(_add, sums_of_parts)._replace(overflow_rows=number)
 
   branches = [nothing, *[some(rung) for rung in rungs[:-1]], all_rows]
   return jax.lax.switch(branch, branches, y_MD, sums)

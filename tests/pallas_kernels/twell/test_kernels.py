@@ -105,7 +105,8 @@ class TestSharedMemory:
   def test_combine_fits(self, needed, tokens):
     operands = self.array(tokens, 65536, dtype=jnp.float32), self.array(tokens, 2048, dtype=jnp.uint32)
     for width in self.widths:
-      assert needed(decode_hopper.combine, *operands, self.array(65536, width), interpret=False) <= mosaic.SMEM_BYTES
+      options = dict(num_tokens=tokens, interpret=False)
+      assert needed(decode_hopper.combine, *operands, self.array(65536, width), **options) <= mosaic.SMEM_BYTES
 
   @pytest.mark.parametrize("compression", [2, 4, 8])
   def test_pack_gather_and_active_fit(self, needed, compression):
@@ -400,10 +401,11 @@ class TestCombine:
     listed_PF[:3] = np.stack([np.zeros(case.F), np.ones(case.F), np.arange(case.F) == case.F - 1]) != 0
     h_PF = np.where(listed_PF, integers(rng, case.M, case.F, low=-8, high=8), np.nan).astype(np.float32)
     w_down_FD = integers(rng, case.F, case.D).astype(case.dtype)
-    combine = functools.partial(decode_hopper.combine, interpret=interpret)
-    y_PD = run(combine, h_PF, words_of_bits(listed_PF), w_down_FD)
+    num_tokens = case.M - 1  # the last one is padding
+    combine = functools.partial(decode_hopper.combine, num_tokens=num_tokens, interpret=interpret)
+    y_MD = run(combine, h_PF, words_of_bits(listed_PF), w_down_FD)
     expected_PD = product(np.where(listed_PF, h_PF, 0), w_down_FD.T)
-    np.testing.assert_array_equal(y_PD, rounded(expected_PD, case.dtype))
+    np.testing.assert_array_equal(y_MD, rounded(expected_PD, case.dtype)[:num_tokens])
 
   @everywhere(COMBINES, LARGER_COMBINES)
   def test_sums_of_the_listed_equal_float64(self, run, interpret, case):
@@ -448,7 +450,8 @@ class TestSameBits:
       return np.where(set_bits(words[0]), h_PF, 0), *words
 
     def combine():
-      return run(functools.partial(decode_hopper.combine, interpret=interpret), h_PF, listed_PW, weights[2])
+      combine = functools.partial(decode_hopper.combine, num_tokens=case.M, interpret=interpret)
+      return run(combine, h_PF, listed_PW, weights[2])
 
     packed = words_of(np.where(some_MF, abs(draw(case.M, case.F)), 0).astype(case.dtype), case.spec)
     h_PF, listed_PW = rng.normal(size=some_MF.shape).astype(np.float32), words_of_bits(some_MF)
