@@ -26,7 +26,7 @@ from absl import flags
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import bench
+from pallas_kernels import bench, device
 from sparse_lm import config_io, data
 from sparse_lm import flags as config_flags
 from sparse_lm.benchmark import RECORD, record_cases, require_neurons
@@ -210,6 +210,8 @@ def dense_table(cases: list[Json]) -> str:
 
 def sparse_cases():
   """Yields the forward pass of models, with dense blocks and with twell's, on the same weights and tokens."""
+  if (reason := device.missing_hopper()) is not None:
+    raise UserError(f"--what=sparse compares with kernels for sm_90: {reason}; no times were taken")
   for name in _MODELS.value:
     config = _config(name, _FORWARD_BATCH.value, "none")
     for non_zeros in map(float, _NON_ZEROS.value):

@@ -3,9 +3,8 @@
 A route is compared with the dense block before anything is timed. Only y is asked for under the clock, so that the
 dense block is spared the sums that nothing but Stats needs.
 
-Single blocks are timed in queues of calls. Blocks of a few tokens are shorter than their dispatch and so many of them
-make one call, one after another on the same tokens, and such a call is waited for: in a queue its buffers move, and XLA
-then records its CUDA graph anew.
+Blocks of a few tokens are shorter than their dispatch and so many of them make one call, one after another on the same
+tokens. Whatever is compared takes turns, a queue of calls each.
 
 Beside the times stands a floor of the sparse route: the gate product at the matmul rate of this run, then for each
 token what is less, the rows of its non-zeros at the rate of L2 or the other products at the matmul rate; and no sooner
@@ -69,8 +68,7 @@ def measured(name: str, problem: Problem, rates: dict[str, float], *, samples: i
     AssertionError: a route is wrong; it gets no time.
   """
   seen = [_check_layer(name, problem, weights) for weights in problem.layers]
-  whats = TIMED if problem.blocks == 1 else (*TIMED, DENSE_APART)
-  times = {what: _time(problem, what, samples) for what in whats}
+  times = _times(problem, samples)
   floor_ms = float(np.mean([floor(problem, of_layer.used, rates) for of_layer in seen]))
   found = _described(name, problem) | _summed_up(seen)
   return found | {"samples": samples, "ms": times, "floor_ms": floor_ms, **rates}
@@ -80,7 +78,7 @@ def _described(name: str, problem: Problem) -> Json:
   weights, (num_tokens, width) = problem.layers[0], problem.x_MD.shape
   shape = {"M": num_tokens, "D": width, "F": weights.firing_FD.shape[0], "gated": weights.w_gate_FD is not None}
   shape["dtype"] = problem.x_MD.dtype.name
-  calls = {"layers": len(problem.layers), "blocks_of_a_call": problem.blocks, "calls": _calls(problem)}
+  calls = {"layers": len(problem.layers), "blocks_of_a_call": problem.blocks}
   return {"name": name, "shape": shape, "hot": problem.hot} | calls
 
 
@@ -170,16 +168,13 @@ def timed(what: str, hot: int, rounds: int) -> Callable:
   return run
 
 
-def _calls(problem: Problem) -> str:
-  return "queued" if problem.blocks == 1 else "awaited"
-
-
-def _time(problem: Problem, what: str, samples: int) -> bench.Timing:
+def _times(problem: Problem, samples: int) -> dict[str, bench.Timing]:
   """Of one block."""
-  hot = problem.hot if what in (*ROUTES, "pack") else 0
-  measure = {"queued": bench.device_time, "awaited": bench.call_time}[_calls(problem)]
-  timing = measure(timed(what, hot, problem.rounds), problem.x_MD, problem.layers, samples=samples)
-  return {name: ms / problem.blocks for name, ms in timing.items()}
+  whats = TIMED if problem.blocks == 1 else (*TIMED, DENSE_APART)
+  hot_of = {what: problem.hot if what in (*ROUTES, "pack") else 0 for what in whats}
+  functions = {what: timed(what, hot, problem.rounds) for what, hot in hot_of.items()}
+  timings = bench.device_times(functions, problem.x_MD, problem.layers, samples=samples)
+  return {what: {name: ms / problem.blocks for name, ms in timing.items()} for what, timing in timings.items()}
 
 
 # Whether it is right.

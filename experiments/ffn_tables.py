@@ -105,8 +105,8 @@ def _notes(case: Json) -> str:
   return (
     f"Ceilings in this run: bf16 matmul {tera['matmul_flop_per_s']:.0f} TFLOP/s, copy"
     f" {tera['copy_bytes_per_s']:.2f} TB/s (read + write); L2 is taken to give {tera['l2_bytes_per_s']:.1f} TB/s."
-    f" Times are of one block, medians of {case['samples']} queues of calls; a call of decode has many blocks and is"
-    " waited for, dispatch included. The weights of a sorted case are pruned for its dense block too."
+    f" Times are of one block, medians of {case['samples']} queues of calls, which take turns; a call of decode has"
+    " many blocks. The weights of a sorted case are pruned for its dense block too."
   )
 
 

@@ -4,6 +4,7 @@ A record is a folder: `config.json` (what was asked), `env.json` (where it ran),
 Tables are pure functions of such folders.
 """
 
+import collections
 import collections.abc
 import json
 import os
@@ -21,42 +22,39 @@ Timing = dict[str, float]
 
 
 def device_time(function: collections.abc.Callable, *args, samples: int = 15, seconds: float = 0.01) -> Timing:
-  """Returns median, p10 and p90 of the milliseconds of one call.
+  """Returns median, p10 and p90 of the milliseconds of one call, timed as `device_times` does."""
+  return device_times({"it": function}, *args, samples=samples, seconds=seconds)["it"]
+
+
+def device_times(
+  functions: dict[str, collections.abc.Callable], *args, samples: int = 15, seconds: float = 0.01
+) -> dict[str, Timing]:
+  """Returns median, p10 and p90 of the milliseconds of one call of each function, all with the same arguments.
 
   Calls are queued, as many as fill `seconds`, and waited for once: the host stays ahead of the device, so what is timed
-  is the device, as long as a call lasts longer than its dispatch (some 20 us).
-  """
-  call = jax.jit(function)
+  is the device, as long as a call lasts longer than its dispatch (some 20 us). XLA records a CUDA graph anew when
+  buffers move, so a function of many small kernels should return one array rather than many.
 
-  def queue(calls: int) -> float:
+  The functions take turns, a queue each: a device that slows down as it warms slows them all.
+  """
+  calls = {name: jax.jit(function) for name, function in functions.items()}
+
+  def queue(name: str, number: int) -> float:
+    """Seconds of one call."""
     start = time.perf_counter()
-    for _ in range(calls):
-      result = call(*args)
+    for _ in range(number):
+      result = calls[name](*args)
     jax.block_until_ready(result)
-    return time.perf_counter() - start
+    return (time.perf_counter() - start) / number
 
-  queue(3)  # compiles, loads the module, fills the allocator
-  calls = max(1, int(seconds / (queue(5) / 5)))
-  return _quantiles([queue(calls) / calls for _ in range(samples)])
-
-
-def call_time(function: collections.abc.Callable, *args, samples: int = 15, seconds: float = 0.01) -> Timing:
-  """Returns median, p10 and p90 of the milliseconds of one call that is waited for, its dispatch included.
-
-  For programs that XLA runs as CUDA graphs: it records a graph anew when buffers move, as they do in a queue of calls.
-  Here every call finds them where they were, because each result is dropped before the next call. Let the program be
-  long beside its dispatch (some 100 us). Calls are timed one by one, `samples` times as many as fill `seconds`.
-  """
-  call = jax.jit(function)
-
-  def once() -> float:
-    start = time.perf_counter()
-    jax.block_until_ready(call(*args))
-    return time.perf_counter() - start
-
-  warm = [once() for _ in range(8)]
-  calls = samples * max(1, int(seconds / min(warm)))
-  return _quantiles([once() for _ in range(calls)])
+  numbers, times = {}, collections.defaultdict(list)
+  for name in functions:
+    queue(name, 3)  # compiles, loads the module, fills the allocator
+    numbers[name] = max(1, int(seconds / queue(name, 5)))
+  for _ in range(samples):
+    for name, number in numbers.items():
+      times[name].append(queue(name, number))
+  return {name: _quantiles(of_function) for name, of_function in times.items()}
 
 
 def _quantiles(times: list[float]) -> Timing:

@@ -2,8 +2,7 @@
 
 `hidden` reads the gate once: a block multiplies 64 neurons with all tokens on the tensor cores, sees which fire for
 which token, and reads the rows of Wu of those alone (or multiplies again, if they are many). `combine` reads their rows
-of Wd: a block has 128 columns of a token; where many fire for many tokens, a dense product takes its place. There is no
-packed form and so no overflow.
+of Wd: a block has 128 columns of a token. There is no packed form and so no overflow.
 
 A neuron is listed if its gate is not 0 after ReLU, or is -inf before: 0 * (x . w_up) is NaN if the token is not finite,
 as it is in the dense block.
@@ -35,8 +34,6 @@ _COLUMNS = 128  # of a block of `combine`, four a lane
 _MANY_WARPS = 16  # of a block of `combine`; each has its share of the neurons
 _MANY_BLOCKS = 264  # two for each SM
 _UNROLL = 8  # rows of Wd on their way
-_FEW_TOKENS = 16  # up to which `combine` serves even if all neurons fire; asking costs 4 us
-_DENSE_FROM = 2  # tokens for which a neuron fires, on average, from which a dense product with Wd is faster
 
 
 def feedforward(
@@ -55,7 +52,7 @@ def feedforward(
     return jnp.zeros_like(x_MD), Sums(zero, zero, jnp.int32(0), active_F if with_active else None)
   x_PD = jnp.pad(x_MD, ((0, -num_tokens % 8), (0, 0)))
   h_PF, listed_PW, fires_PW = hidden(x_PD, w_gate_FD, w_up_FD, w_down_FD, interpret=interpret)
-  y_MD = _down(h_PF, listed_PW, w_down_FD, num_tokens, interpret=interpret)
+  y_MD = combine(h_PF, listed_PW, w_down_FD, num_tokens=num_tokens, interpret=interpret)
   listed_MF, fires_MF = (bits.expand(words_PW[:num_tokens]) for words_PW in (listed_PW, fires_PW))
   # Made from results, not by the kernels: XLA leaves out what nobody reads.
   return y_MD, Sums(
@@ -177,8 +174,10 @@ def _list(
     gates, seen, pairs, count = map(ptx.shared_address, (gates, seen, pairs, count))
     words = [ptx.global_address(ref) for ref in (listed_ref, fires_ref)]
     weights = [ptx.global_address(ref) for ref in weights]
-    _see_who_is_listed(gates, seen, words, weights, ptx.scalar(block), num_tokens, words_of_a_token, width)
+    block = ptx.scalar(block)
+    _see_who_is_listed(gates, seen, words, block, num_tokens, words_of_a_token)
     utils.warpgroup_barrier()
+    _prefetch(seen, weights, block, num_tokens, width)
     number = _list_pairs(seen, pairs, num_tokens * _NEURONS // bits.BITS)
     ptx.asm((), [count, number], "st.shared.b32 [$0], $1;", "r,r")  # the same by every lane
     utils.warpgroup_barrier()
@@ -266,8 +265,8 @@ def _write_all(h_smem, h_ref, block, *, interpret: bool) -> None:
   run(block, h_smem, h_ref)
 
 
-def _see_who_is_listed(gates, seen, words, weights, block, num_tokens: int, words_of_a_token: int, width: int) -> None:
-  """The bits of the 64 neurons for each token, to memory and to `seen`; their rows start on the way to L2."""
+def _see_who_is_listed(gates, seen, words, block, num_tokens: int, words_of_a_token: int) -> None:
+  """The bits of the 64 neurons for each token, to memory and to `seen`."""
   lane, warp = ptx.lane_and_warp()
   high = arith.addi(lane, ptx.const(bits.BITS))
 
@@ -288,17 +287,30 @@ def _see_who_is_listed(gates, seen, words, weights, block, num_tokens: int, word
     for address, pair in zip(words, (listed, fires)):
       ptx.asm((), [ptx.offset(address, word, 4), *pair, lane], store.format("global"), "l,r,r,r")
     ptx.asm((), [ptx.offset(seen, token, 8), *listed, lane], store.format("shared"), "r,r,r,r")
-    for address in weights:
-      for of_half, neuron in zip(listed, (lane, high)):
-        at = ptx.offset(address, arith.addi(arith.muli(block, ptx.const(_NEURONS)), neuron), 2 * width)
-        text = (
-          "{.reg .pred p; .reg .b32 t; shr.u32 t, $1, $2; and.b32 t, t, 1; setp.ne.u32 p, t, 0;"
-          f"@p cp.async.bulk.prefetch.L2.global [$0], {2 * width};}}"
-        )
-        ptx.asm((), [at, of_half, lane], text, "l,r,r")
     return carry
 
   ptx.for_each(warp, ptx.const(num_tokens), rows.WARPS, see, [])
+
+
+def _prefetch(seen, weights, block, num_tokens: int, width: int) -> None:
+  """Starts the rows of neurons that any token lists on their way to L2, each once: a warp has half of one weight's."""
+  lane, warp = ptx.lane_and_warp()
+  half, of_weight = arith.andi(warp, ptx.const(1)), arith.shrui(warp, ptx.const(1))
+  text = "{.reg .pred p; .reg .b32 a, t, w; mov.b32 w, 0; shl.b32 a, $2, 2; add.u32 a, a, $1;"
+  for first in range(0, num_tokens, 32):  # a lane has a token
+    text += (
+      f"add.u32 t, $3, {first}; setp.lt.u32 p, t, {num_tokens}; shl.b32 t, t, 3; add.u32 t, t, a;"
+      "@p ld.shared.b32 t, [t]; @p or.b32 w, w, t;"
+    )
+  text += f"redux.sync.or.b32 w, w, {ptx.ALL_LANES}; shr.u32 w, w, $3; and.b32 $0, w, 1;}}"
+  listed = ptx.asm((ptx.i32(),), [seen, half, lane], text, "=r,r,r,r")
+  neuron = arith.addi(arith.muli(block, ptx.const(_NEURONS)), arith.addi(arith.muli(half, ptx.const(32)), lane))
+  for n, address in enumerate(weights):
+    text = (
+      f"{{.reg .pred p; setp.ne.u32 p, $1, 0; setp.eq.and.u32 p, $2, {n}, p;"
+      f"@p cp.async.bulk.prefetch.L2.global [$0], {2 * width};}}"
+    )
+    ptx.asm((), [ptx.offset(address, neuron, 2 * width), listed, of_weight], text, "l,r,r")
 
 
 def _list_pairs(seen, pairs, words: int) -> ir.Value:
@@ -311,22 +323,6 @@ def _list_pairs(seen, pairs, words: int) -> ir.Value:
       "@p ld.shared.b32 b, [t];" + ptx.list_bits("$0", "$3", label=first)
     )
   return ptx.asm((ptx.i32(),), [lane, seen, pairs], text + "}", "=&r,r,r,r")
-
-
-def _down(
-  h_PF: jax.Array, listed_PW: jax.Array, w_down_FD: jax.Array, num_tokens: int, *, interpret: bool
-) -> jax.Array:
-  """y_MD of the first tokens, by `combine` or, where that takes longer, by a dense product."""
-  sparse = functools.partial(combine, num_tokens=num_tokens, interpret=interpret)
-  if num_tokens <= _FEW_TOKENS:
-    return sparse(h_PF, listed_PW, w_down_FD)
-
-  def dense(h_PF, listed_PW, w_down_FD):
-    h_MF = jnp.where(bits.expand(listed_PW[:num_tokens]), h_PF[:num_tokens], 0)
-    return jnp.einsum("MF,FD->MD", h_MF.astype(w_down_FD.dtype), w_down_FD)
-
-  pairs = jnp.sum(lax.population_count(listed_PW), dtype=jnp.uint32)
-  return lax.cond(pairs > _DENSE_FROM * w_down_FD.shape[0], dense, sparse, h_PF, listed_PW, w_down_FD)
 
 
 @functools.partial(jax.jit, static_argnames=("num_tokens", "interpret"))

@@ -93,33 +93,30 @@ def test_a_machine_without_the_gpu_gets_no_times(monkeypatch):
     bench_kernels.main(["bench_kernels"])
 
 
-@pytest.mark.parametrize("timer", [bench.device_time, bench.call_time])
-def test_quantiles_are_ordered_and_in_milliseconds(timer):
-  timing = timer(lambda x: x + 1, jnp.zeros(8), samples=5, seconds=1e-3)
+def test_quantiles_are_ordered_and_in_milliseconds():
+  timing = bench.device_time(lambda x: x + 1, jnp.zeros(8), samples=5, seconds=1e-3)
   assert 0 < timing["ms_p10"] <= timing["ms"] <= timing["ms_p90"] < 1000
 
 
-def test_a_call_is_waited_for_and_its_result_dropped_before_the_next(monkeypatch):
-  clock, alive, most = [0.0], [], []
+def test_functions_take_turns_and_each_fills_its_queues(monkeypatch):
+  clock, order = [0.0], []
 
-  class Result:
-    def __init__(self):
-      alive.append(1)
-      most.append(len(alive))
+  def lasting(name, milliseconds):
+    def call(x):
+      clock[0] += 1e-3 * milliseconds
+      order.append((name, x))
+      return x
 
-    def __del__(self):
-      alive.pop()
-
-    def block_until_ready(self):
-      clock[0] += 2e-3  # from here on the result is there
-      return self
+    return call
 
   monkeypatch.setattr(bench.jax, "jit", lambda function: function)
   monkeypatch.setattr(bench, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
-  timing = bench.call_time(Result, samples=3, seconds=9e-3)
-  assert set(most) == {1}
-  assert len(most) == 8 + 3 * 4  # warm, and as often as fits into 9 ms
-  assert timing == pytest.approx({"ms": 2, "ms_p10": 2, "ms_p90": 2})
+  functions = {"slow": lasting("slow", 4), "fast": lasting("fast", 1)}
+  timings = bench.device_times(functions, "x", samples=3, seconds=9.5e-3)
+  turn = [("slow", "x")] * 2 + [("fast", "x")] * 9
+  assert order == [("slow", "x")] * 8 + [("fast", "x")] * 8 + 3 * turn
+  assert timings["slow"] == pytest.approx({"ms": 4, "ms_p10": 4, "ms_p90": 4})
+  assert timings["fast"] == pytest.approx({"ms": 1, "ms_p10": 1, "ms_p90": 1})
 
 
 def test_drawn_ids_and_offsets_are_legal_and_uneven():
