@@ -74,6 +74,8 @@ def main(argv: list[str]) -> None:
     raise UserError(
       "--what=dense|sparse|loop and --record=FOLDER are needed; for example --what=loop --record=runs/bench_loop"
     )
+  if _WHAT.value == "sparse" and (reason := device.missing_hopper()) is not None:
+    raise UserError(f"--what=sparse compares with kernels for sm_90: {reason}; no times were taken")
   asked = {name: flags.FLAGS[name].value for name in ("what", "models", "remat", "forward_batch", "train_batch")}
   asked |= {name: flags.FLAGS[name].value for name in ("non_zeros", "calls", "repeats", "steps")}
   cases, table = {
@@ -210,8 +212,6 @@ def dense_table(cases: list[Json]) -> str:
 
 def sparse_cases():
   """Yields the forward pass of models, with dense blocks and with twell's, on the same weights and tokens."""
-  if (reason := device.missing_hopper()) is not None:
-    raise UserError(f"--what=sparse compares with kernels for sm_90: {reason}; no times were taken")
   for name in _MODELS.value:
     config = _config(name, _FORWARD_BATCH.value, "none")
     for non_zeros in map(float, _NON_ZEROS.value):
