@@ -361,6 +361,7 @@ SMALL_RUNS = """
 """
 
 
+@pytest.mark.slow
 def test_real_training_goes_on_after_a_failure_and_is_not_repeated(tmp_path):
   corpus, workdir = tmp_path / "corpus", tmp_path / "runs"
   corpus.mkdir()

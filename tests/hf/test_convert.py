@@ -330,6 +330,7 @@ def test_the_program_converts_both_ways_and_refuses_in_one_line(tmp_path, tokeni
     assert message in stderr
 
 
+@pytest.mark.slow
 def test_training_starts_from_a_converted_checkpoint_but_not_in_its_folder(tmp_path, config_for, tokenizer_json):
   folder = save(make_model(hidden_act="relu", num_key_value_heads=2), tmp_path / "hf", tokenizer_json)
   path = convert.import_folder(folder, tmp_path / "run", report=lambda line: None)

@@ -83,6 +83,7 @@ def test_parameters_of_another_tokenizer_are_refused(config, finished, tmp_path)
     train(config_io.overlay(config, changes), tmp_path / "new")
 
 
+@pytest.mark.slow
 def test_parameters_of_another_run_are_taken_and_said(config, finished, tmp_path, capsys):
   path = finished / "checkpoints" / "16"
   changes = {"checkpoint.restore_path": str(path), "training.learning_rate": 1e-9, "seed": 5}

@@ -43,7 +43,14 @@ def alone(base_config):
 
 
 @pytest.mark.parametrize(
-  "cut", [{"data": 8}, {"data": 2, "fsdp": 4}, {"micro_batches": 4}, {"fsdp": 2, "micro_batches": 2}], ids=str
+  "cut",
+  [
+    {"data": 2, "fsdp": 4},
+    pytest.param({"data": 8}, marks=pytest.mark.slow),
+    pytest.param({"micro_batches": 4}, marks=pytest.mark.slow),
+    pytest.param({"fsdp": 2, "micro_batches": 2}, marks=pytest.mark.slow),
+  ],
+  ids=str,
 )
 def test_one_step_on_eight_devices_or_in_micro_batches_equals_one_step_on_one(cut, alone, config):
   (state, metrics), (other_state, other_metrics) = alone, one_step(config, **cut)

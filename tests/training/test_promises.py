@@ -180,6 +180,7 @@ def test_when_no_checkpoint_is_whole_the_run_stops_and_changes_nothing(config, f
   assert sorted(finished.rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_a_failed_save_ends_the_run_non_zero_with_the_old_checkpoint_intact(start, tmp_path, uninterrupted):
   workdir = tmp_path / "run"
   process = start()

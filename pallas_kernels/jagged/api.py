@@ -1,0 +1,208 @@
+"""Public operations of the attention family: argument checks, choice of implementation, derivatives.
+
+Dimension key: T query tokens, S key tokens, B rows, H query heads, G key heads, K head width.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import dispatch, row_offsets
+from pallas_kernels.jagged import reference
+from pallas_kernels.jagged.activations import ACTIVATIONS
+from pallas_kernels.jagged.bias import RelativeBias
+from pallas_kernels.jagged.form import SOFTMAX, Form
+from pallas_kernels.jagged.geometry import Mask
+
+_OP = "jagged.attention"
+
+
+class _Arguments(NamedTuple):
+  q_THK: jax.Array
+  k_SGK: jax.Array
+  v_SGK: jax.Array
+  bias: RelativeBias | None
+  q_offsets: jax.Array
+  k_offsets: jax.Array
+  history_B: jax.Array | None  # tokens of a row that are no targets
+
+
+def attention(
+  q_THK: jax.Array,
+  k_SGK: jax.Array,
+  v_SGK: jax.Array,
+  q_offsets: jax.Array | None,
+  k_offsets: jax.Array | None = None,
+  *,
+  activation: str | Sequence[str] = SOFTMAX,
+  pre_scale: float | None = None,
+  post_scale: float = 1.0,
+  causal: bool = False,
+  window: int | None = None,
+  block: int | None = None,
+  num_targets: jax.Array | None = None,
+  bias: RelativeBias | None = None,
+  broadcast_q: bool = False,
+  implementation: dispatch.Implementation | None = None,
+) -> jax.Array:
+  """Attention inside the rows of packed tokens: o = p v, p = post_scale * act(pre_scale * (q . k) + bias).
+
+  One family with many names: `activation="softmax"` is jagged flash attention, an elementwise one generalised
+  dot-product attention (GDPA), with `causal` and a `bias` that of HSTU; `block=64` is block attention; `broadcast_q`
+  pools rows with learned seeds. Positions i of a query and j of a key count from the start of their row.
+
+  A query that sees no key gives 0. Tokens behind the last row are never read: their output and gradients are 0 even if
+  they hold NaN. A token that is not finite may spoil its own row, and no other. Reverse-mode derivatives with respect
+  to q, k, v and the tables of the bias are offered, and computed from recomputed scores.
+
+  Args:
+    q_THK: floating queries; with broadcast_q [L, H, K], the same for all rows.
+    k_SGK: of the dtype of q; G divides H, and query head h reads key head h // (H / G).
+    v_SGK: as k.
+    q_offsets: int32[B + 1], from 0, never decreasing; checked when concrete, which waits for the device. None with
+      broadcast_q.
+    k_offsets: of the keys; None: those of the queries.
+    activation: "softmax", or one of `jagged.ACTIVATIONS`, or one of these for each head.
+    pre_scale: None: 1 / sqrt(K) for softmax, 1 for any other activation.
+    post_scale: also of softmax.
+    causal: j <= i.
+    window: |i - j| <= window, so that 0 leaves a token itself alone.
+    block: i // block == j // block.
+    num_targets: int32[B]: the last so many tokens of a row are seen by themselves alone, and see all before them.
+    bias: added to scaled scores; of queries and keys that are the same tokens.
+    broadcast_q: every row has these queries.
+    implementation: "reference", "interpret", "hopper"; None takes "hopper" where it can serve, else "reference".
+
+  Returns:
+    o_THK in the dtype of q; with broadcast_q [B * L, H, K].
+
+  Raises:
+    NotImplementedError: what is asked for cannot serve the call.
+    ValueError: shapes or options that do not fit together.
+  """
+  q_THK, k_SGK, v_SGK = (jnp.asarray(a) for a in (q_THK, k_SGK, v_SGK))
+  _check_tokens(q_THK, k_SGK, v_SGK)
+  mask = _mask(causal, window, block, num_targets)
+  form = _form(activation, pre_scale, post_scale, mask, broadcast_q, *q_THK.shape[1:])
+  q_offsets, k_offsets = _offsets(q_offsets, k_offsets, len(q_THK), len(k_SGK), broadcast_q, num_targets, bias)
+  dispatch.refuse_sharded(_OP, q_THK=q_THK, k_SGK=k_SGK, v_SGK=v_SGK, q_offsets=q_offsets, k_offsets=k_offsets)
+  history_B = None
+  if num_targets is not None:
+    history_B = jnp.diff(q_offsets) - _checked_targets(num_targets, len(q_offsets) - 1)
+  if bias is not None:
+    bias = jax.tree.map(jnp.asarray, bias)
+    bias.check(_OP, len(q_THK))
+  chosen = dispatch.choose(_OP, implementation, lambda: "its kernels are not there yet")
+  return _attention(form, chosen, _Arguments(q_THK, k_SGK, v_SGK, bias, q_offsets, k_offsets, history_B))
+
+
+def _check_tokens(q_THK, k_SGK, v_SGK) -> None:
+  if q_THK.ndim != 3 or not jnp.issubdtype(q_THK.dtype, jnp.floating):
+    raise ValueError(f"{_OP}: q_THK must be floating [T, H, K], got {q_THK.dtype}{q_THK.shape}")
+  for name, a in (("k_SGK", k_SGK), ("v_SGK", v_SGK)):
+    if a.dtype != q_THK.dtype:
+      raise TypeError(f"{_OP}: {name} is {a.dtype} and q_THK is {q_THK.dtype}; cast one, no dtype is chosen for you")
+    if a.ndim != 3 or a.shape[2] != q_THK.shape[2]:
+      raise ValueError(f"{_OP}: {name} must be [S, G, K] with the K={q_THK.shape[2]} of q_THK, got shape {a.shape}")
+  if k_SGK.shape != v_SGK.shape:
+    raise ValueError(f"{_OP}: v_SGK has shape {v_SGK.shape} and k_SGK has {k_SGK.shape}; they must be the same")
+  heads, key_heads = q_THK.shape[1], k_SGK.shape[1]
+  if heads == 0 or key_heads == 0 or heads % key_heads:
+    raise ValueError(f"{_OP}: H={heads} query heads must be a positive multiple of the G={key_heads} key heads")
+
+
+def _mask(causal, window, block, num_targets) -> Mask:
+  for name, value, least in (("window", window, 0), ("block", block, 1)):
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+      raise ValueError(f"{_OP}: {name}={value!r} must be an integer from {least} on, or None")
+  return Mask(causal=bool(causal), window=window, block=block, targets=num_targets is not None)
+
+
+def _form(activation, pre_scale, post_scale, mask, broadcast_q, heads, width) -> Form:
+  names = (activation,) if isinstance(activation, str) else tuple(activation)
+  allowed = (SOFTMAX, *ACTIVATIONS)
+  if unknown := [name for name in names if name not in allowed]:
+    raise ValueError(f"{_OP}: activation={unknown[0]!r} must be one of {', '.join(allowed)}")
+  if not isinstance(activation, str) and len(names) != heads:
+    raise ValueError(f"{_OP}: activation has {len(names)} names, one for each of the H={heads} heads is needed")
+  if len(set(names)) == 1:
+    names = names[:1]
+  elif SOFTMAX in names:
+    raise ValueError(f"{_OP}: activation mixes softmax with {', '.join(sorted({*names} - {SOFTMAX}))}; make two calls")
+  if pre_scale is None:
+    pre_scale = 1 / math.sqrt(width) if names[0] == SOFTMAX else 1.0
+  scales = {"pre_scale": pre_scale, "post_scale": post_scale}
+  for name, scale in scales.items():
+    if not isinstance(scale, int | float | np.number):
+      raise TypeError(f"{_OP}: {name} must be a Python number, got {scale!r}; scale q or v for one that is traced")
+  return Form(activations=names, pre_scale=float(pre_scale), post_scale=float(post_scale), mask=mask,
+              broadcast_q=bool(broadcast_q))  # fmt: skip
+
+
+def _offsets(q_offsets, k_offsets, num_q, num_k, broadcast_q, num_targets, bias) -> tuple[jax.Array, jax.Array]:
+  keep = lambda offsets: offsets if isinstance(offsets, jax.Array | np.ndarray) else jnp.asarray(offsets)
+  same = k_offsets is None
+  if broadcast_q:
+    if q_offsets is not None or same:
+      raise ValueError(f"{_OP}: broadcast_q=True takes q_offsets=None, and k_offsets for the rows")
+    k_offsets = keep(k_offsets)
+    row_offsets.check(_OP, "k_offsets", k_offsets, num_k)
+    q_offsets = jnp.arange(len(k_offsets), dtype=jnp.int32) * num_q
+  elif q_offsets is None:
+    raise ValueError(f"{_OP}: q_offsets=None is for broadcast_q=True; without it rows of q are needed")
+  else:
+    q_offsets = keep(q_offsets)
+    k_offsets = q_offsets if same else keep(k_offsets)
+    row_offsets.check(_OP, "q_offsets", q_offsets, num_q)
+    row_offsets.check(_OP, "q_offsets (as those of the keys)" if same else "k_offsets", k_offsets, num_k)
+  if q_offsets.shape != k_offsets.shape:
+    raise ValueError(
+      f"{_OP}: q_offsets have {len(q_offsets) - 1} rows and k_offsets {len(k_offsets) - 1}; row b of the queries reads"
+      " row b of the keys"
+    )
+  for name, given in (("num_targets", num_targets), ("bias", bias)):
+    if given is not None and not same:
+      raise ValueError(f"{_OP}: {name} is for queries and keys that are the same tokens; leave k_offsets out")
+  return jnp.asarray(q_offsets), jnp.asarray(k_offsets)
+
+
+def _checked_targets(num_targets, num_rows: int) -> jax.Array:
+  num_targets = jnp.asarray(num_targets)
+  if num_targets.dtype != jnp.int32 or num_targets.shape != (num_rows,):
+    raise ValueError(
+      f"{_OP}: num_targets must be int32[{num_rows}], one for each row, got {num_targets.dtype}{num_targets.shape}"
+    )
+  return num_targets
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attention(form: Form, implementation: str, arguments: _Arguments) -> jax.Array:
+  """The dispatch lies inside: autodiff sees neither it nor the kernels."""
+  return _with_sums(form, implementation, arguments)[0]
+
+
+def _with_sums(form: Form, implementation: str, a: _Arguments) -> tuple[jax.Array, jax.Array | None]:
+  return reference.forward(a.q_THK, a.k_SGK, a.v_SGK, a.q_offsets, a.k_offsets, a.history_B, a.bias, form)
+
+
+def _forward(form, implementation, arguments):
+  o_THK, lse_HT = _with_sums(form, implementation, arguments)
+  return o_THK, (arguments, o_THK if form.is_softmax else None, lse_HT)
+
+
+def _backward(form, implementation, kept, d_o_THK):
+  a, o_THK, lse_HT = kept
+  d = reference.backward(
+    a.q_THK, a.k_SGK, a.v_SGK, a.q_offsets, a.k_offsets, a.history_B, a.bias, o_THK, lse_HT, d_o_THK, form
+  )
+  no = lambda integers: None if integers is None else np.zeros(integers.shape, jax.dtypes.float0)
+  d_bias = None if a.bias is None else RelativeBias(d.position, d.time, no(a.bias.timestamps))
+  return (_Arguments(d.q_THK, d.k_SGK, d.v_SGK, d_bias, *map(no, (a.q_offsets, a.k_offsets, a.history_B))),)
+
+
+_attention.defvjp(_forward, _backward)

@@ -1,0 +1,74 @@
+"""The relative bias of HSTU: one table over distances in position, one over distances in time.
+
+Dimension key: T tokens, N longest row, Q queries, S keys.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+TIME_BUCKETS = 129
+_BUCKET_WIDTH = 0.301
+# Smallest distance of bucket 1, 2, ...: a distance d is in floor(ln(max(1, d)) / 0.301), at most 128.
+_THRESHOLDS = np.exp(_BUCKET_WIDTH * np.arange(1, TIME_BUCKETS))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RelativeBias:
+  """position[j - i + N - 1] + time[bucket], added to the score of query i and key j, all heads alike (HSTU, 3.2).
+
+  The distance in time is from the key's event to the one that follows the query's, as whose request the query's output
+  is used; for the last event of a row, to the event itself. `bucket` = floor(ln(max(1, |distance|)) / 0.301), at
+  most 128.
+
+  Args:
+    position: f32[2 N - 1]. A row longer than N gives NaN where it has no entry.
+    time: f32[129].
+    timestamps: i32[T], of the tokens of q, in any unit.
+  """
+
+  position: jax.Array
+  time: jax.Array
+  timestamps: jax.Array
+
+  def check(self, op: str, num_tokens: int) -> None:
+    """Raises for shapes and dtypes that do not fit."""
+    if self.position.ndim != 1 or self.position.shape[0] % 2 == 0 or self.position.dtype != jnp.float32:
+      raise ValueError(f"{op}: bias.position must be float32[2 N - 1], got {self.position.dtype}{self.position.shape}")
+    if self.time.shape != (TIME_BUCKETS,) or self.time.dtype != jnp.float32:
+      raise ValueError(f"{op}: bias.time must be float32[{TIME_BUCKETS}], got {self.time.dtype}{self.time.shape}")
+    if self.timestamps.shape != (num_tokens,) or self.timestamps.dtype != jnp.int32:
+      raise ValueError(
+        f"{op}: bias.timestamps must be int32[{num_tokens}], one for each token, got"
+        f" {self.timestamps.dtype}{self.timestamps.shape}; subtract the first one of each row where they are larger"
+      )
+
+  def places(self, i_Q, j_S, requested_Q, happened_S) -> tuple[jax.Array, jax.Array]:
+    """i32[Q, S] twice, where to look in either table; positions count from the start of a row."""
+    longest = (self.position.shape[0] + 1) // 2
+    place_QS = j_S[None, :] - i_Q[:, None] + longest - 1
+    # Outside the table: a place that is filled with NaN, not one from the end.
+    place_QS = jnp.where(place_QS < 0, self.position.shape[0], place_QS)
+    distance_QS = jnp.abs(requested_Q[:, None] - happened_S[None, :])
+    bucket_QS = jnp.searchsorted(jnp.asarray(_integers(_THRESHOLDS)), distance_QS, side="right")
+    return place_QS, bucket_QS
+
+  def at(self, place_QS, bucket_QS) -> jax.Array:
+    """f32[Q, S]."""
+    return self.position.at[place_QS].get(mode="fill", fill_value=math.nan) + self.time[bucket_QS]
+
+
+def _integers(thresholds: np.ndarray) -> np.ndarray:
+  """An integer distance reaches a threshold if it reaches the next integer; those past int32 are never reached."""
+  reachable = thresholds[thresholds < np.iinfo(np.int32).max]
+  return np.ceil(reachable).astype(np.int32)
+
+
+def requests(timestamps_T: jax.Array, offsets: jax.Array) -> jax.Array:
+  """i32[T]: when the next event of the row happened; of the last one, when it itself did."""
+  is_last_T = jnp.zeros(len(timestamps_T) + 1, bool).at[offsets].set(True)[1:]  # an offset is where a row begins
+  return jnp.where(is_last_T, timestamps_T, jnp.roll(timestamps_T, -1))

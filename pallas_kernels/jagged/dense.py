@@ -1,0 +1,152 @@
+"""Between packed rows and dense arrays: copies, a softmax inside rows, and products with a matrix of each row's own.
+
+Plain jnp that XLA fuses; autodiff is JAX's own. Whatever lies behind the last row is never read: it gives 0, and gets
+no gradient.
+
+Dimension key: T tokens, B rows, L longest row, D and E features.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels import dispatch, row_offsets
+
+
+def jagged_to_dense(
+  x_TD: jax.Array, offsets: jax.Array, max_length: int, *, fill: float = 0.0
+) -> tuple[jax.Array, jax.Array]:
+  """Rows side by side, each filled up to `max_length` tokens.
+
+  Args:
+    x_TD: [T, ...], any dtype.
+    offsets: int32[B + 1], from 0, never decreasing; checked when concrete.
+    max_length: L. Longer rows are cut, and the tokens that are left out counted.
+    fill: what stands behind a row's end.
+
+  Returns:
+    [B, L, ...], and i32[], the number of tokens that did not fit.
+
+  Raises:
+    ValueError: a row is longer than max_length, where the offsets are concrete.
+  """
+  op = "jagged.jagged_to_dense"
+  x_TD, offsets = _checked(op, x_TD, offsets)
+  lengths_B = jnp.diff(offsets)
+  left_out = jnp.sum(jnp.maximum(lengths_B - max_length, 0), dtype=jnp.int32)
+  if not isinstance(offsets, jax.core.Tracer) and int(left_out):
+    b = int(jnp.argmax(lengths_B))
+    raise ValueError(
+      f"{op}: row {b} has {int(lengths_B[b])} tokens and max_length={max_length}; give the longest row's"
+    )
+  token_BL = offsets[:-1, None] + jnp.arange(max_length, dtype=jnp.int32)[None, :]
+  inside_BL = jnp.arange(max_length)[None, :] < lengths_B[:, None]
+  # Past the end of the array, so that neither a value nor a gradient comes from there.
+  token_BL = jnp.where(inside_BL, token_BL, len(x_TD))
+  return x_TD.at[token_BL].get(mode="fill", fill_value=fill), left_out
+
+
+def dense_to_jagged(x_BLD: jax.Array, offsets: jax.Array, num_tokens: int) -> jax.Array:
+  """The first tokens of each row, packed: the inverse of `jagged_to_dense`.
+
+  Args:
+    x_BLD: [B, L, ...].
+    offsets: int32[B + 1]; the tokens of a row beyond L are 0.
+    num_tokens: T; tokens from offsets[-1] on are 0.
+
+  Returns:
+    [T, ...].
+
+  Raises:
+    ValueError: the offsets are concrete, and a row is longer than L or ends behind T.
+  """
+  op = "jagged.dense_to_jagged"
+  x_BLD = jnp.asarray(x_BLD)
+  if x_BLD.ndim < 2:
+    raise ValueError(f"{op}: x_BLD must be [B, L, ...], got shape {x_BLD.shape}")
+  offsets = _checked_offsets(op, offsets, num_tokens)
+  if len(offsets) != len(x_BLD) + 1:
+    raise ValueError(f"{op}: offsets have {len(offsets) - 1} rows and x_BLD has {len(x_BLD)}")
+  if not isinstance(offsets, jax.core.Tracer) and len(x_BLD):
+    longest = int(jnp.max(jnp.diff(offsets)))
+    if longest > x_BLD.shape[1]:
+      raise ValueError(f"{op}: a row has {longest} tokens, and x_BLD only L={x_BLD.shape[1]} of each")
+  if x_BLD.size == 0:
+    return jnp.zeros((num_tokens, *x_BLD.shape[2:]), x_BLD.dtype)
+  row_T, position_T = _places(offsets, num_tokens)
+  return x_BLD.at[row_T, position_T].get(mode="fill", fill_value=0)
+
+
+def jagged_softmax(x_TD: jax.Array, offsets: jax.Array) -> jax.Array:
+  """Softmax over the tokens of each row, for every feature alone; in float32, rounded to the dtype of x.
+
+  Args:
+    x_TD: floating [T, ...].
+    offsets: int32[B + 1], from 0, never decreasing; checked when concrete.
+
+  Returns:
+    [T, ...]; 0 behind the last row.
+  """
+  x_TD, offsets = _checked("jagged.jagged_softmax", x_TD, offsets)
+  if not jnp.issubdtype(x_TD.dtype, jnp.floating):
+    raise TypeError(f"jagged.jagged_softmax: x_TD must be floating, got {x_TD.dtype}{x_TD.shape}")
+  rows = len(offsets)  # one more, of what is in none
+  row_T, _ = _places(offsets, len(x_TD))
+  real_T = (row_T < rows - 1).reshape(-1, *(1 for _ in x_TD.shape[1:]))
+  wide_TD = jnp.where(real_T, x_TD, 0).astype(jnp.promote_types(x_TD.dtype, jnp.float32))
+  largest_BD = jax.ops.segment_max(wide_TD, row_T, num_segments=rows, indices_are_sorted=True)
+  e_TD = jnp.exp(wide_TD - lax.stop_gradient(largest_BD)[row_T])
+  total_BD = jax.ops.segment_sum(e_TD, row_T, num_segments=rows, indices_are_sorted=True)
+  return jnp.where(real_T, e_TD / total_BD[row_T], 0).astype(x_TD.dtype)
+
+
+def jagged_dense_matmul(x_TD: jax.Array, w_BDE: jax.Array, offsets: jax.Array) -> jax.Array:
+  """y[t] = x[t] @ w[row of t]: a product with a matrix of each row's own, summed in float32.
+
+  Args:
+    x_TD: floating [T, D].
+    w_BDE: of the same dtype.
+    offsets: int32[B + 1], from 0, never decreasing; checked when concrete.
+
+  Returns:
+    y_TE in the dtype of x; 0 behind the last row.
+  """
+  op = "jagged.jagged_dense_matmul"
+  x_TD, offsets = _checked(op, x_TD, offsets)
+  w_BDE = jnp.asarray(w_BDE)
+  if x_TD.dtype != w_BDE.dtype or not jnp.issubdtype(x_TD.dtype, jnp.floating):
+    raise TypeError(f"{op}: x_TD is {x_TD.dtype} and w_BDE is {w_BDE.dtype}; give one floating dtype")
+  if x_TD.ndim != 2 or w_BDE.ndim != 3 or w_BDE.shape[:2] != (len(offsets) - 1, x_TD.shape[1]):
+    raise ValueError(
+      f"{op}: w_BDE must be [B, D, E] with B={len(offsets) - 1} of the offsets and D of x_TD{x_TD.shape}, got shape"
+      f" {w_BDE.shape}"
+    )
+  row_T, _ = _places(offsets, len(x_TD))
+  real_T1 = (row_T < len(w_BDE))[:, None]
+  precision = lax.Precision.HIGHEST if x_TD.dtype == jnp.float32 else None
+  y_TE = lax.ragged_dot(
+    jnp.where(real_T1, x_TD, 0), w_BDE, jnp.diff(offsets), precision=precision, preferred_element_type=jnp.float32
+  )
+  return jnp.where(real_T1, y_TE, 0).astype(x_TD.dtype)
+
+
+def _checked(op: str, x_TD, offsets) -> tuple[jax.Array, jax.Array]:
+  x_TD = jnp.asarray(x_TD)
+  if x_TD.ndim == 0:
+    raise ValueError(f"{op}: x_TD must be [T, ...], got a number")
+  dispatch.refuse_sharded(op, x_TD=x_TD)
+  return x_TD, _checked_offsets(op, offsets, len(x_TD))
+
+
+def _checked_offsets(op: str, offsets, num_tokens: int) -> jax.Array:
+  offsets = offsets if isinstance(offsets, jax.Array | np.ndarray) else jnp.asarray(offsets)
+  row_offsets.check(op, "offsets", offsets, num_tokens)
+  return jnp.asarray(offsets)
+
+
+def _places(offsets: jax.Array, num_tokens: int) -> tuple[jax.Array, jax.Array]:
+  """Row and position of every token; row B for those in none."""
+  token_T = jnp.arange(num_tokens, dtype=jnp.int32)
+  row_T = jnp.searchsorted(offsets, token_T, side="right").astype(jnp.int32) - 1
+  return row_T, token_T - offsets[row_T]

@@ -1,0 +1,45 @@
+"""What one call of the attention family computes: scales, activation, mask. Forward and backward share it.
+
+s = pre_scale * (q . k) + bias,   p = post_scale * act(s) where visible, else 0,   o = p v          (GDPA, HSTU)
+s as above,                       p = post_scale * softmax over the visible keys,   o = p v
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.jagged.activations import ACTIVATIONS
+from pallas_kernels.jagged.geometry import Mask
+
+SOFTMAX = "softmax"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Form:
+  """Static, and so part of what a program is compiled for."""
+
+  activations: tuple[str, ...]  # one for all heads, or one for each
+  pre_scale: float
+  post_scale: float
+  mask: Mask
+  broadcast_q: bool = False  # the same queries for every row
+
+  @property
+  def is_softmax(self) -> bool:
+    """Then the other heads' are it too."""
+    return self.activations[0] == SOFTMAX
+
+  def activate(self, s_HQS: jax.Array) -> jax.Array:
+    """act(s), head by head."""
+    return self._by_head([ACTIVATIONS[name].value for name in self.activations], s_HQS)
+
+  def slope(self, s_HQS: jax.Array) -> jax.Array:
+    """act'(s)."""
+    return self._by_head([ACTIVATIONS[name].derivative for name in self.activations], s_HQS)
+
+  @staticmethod
+  def _by_head(functions, s_HQS: jax.Array) -> jax.Array:
+    if len(functions) == 1:
+      return functions[0](s_HQS)
+    return jnp.stack([function(s_QS) for function, s_QS in zip(functions, s_HQS, strict=True)])
