@@ -9,6 +9,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.embedding import bag_hopper
 from pallas_kernels.embedding import shapes as bag_shapes
+from pallas_kernels.jagged import forward_hopper
+from pallas_kernels.jagged.form import Form
+from pallas_kernels.jagged.geometry import Mask
+from pallas_kernels.jagged.schedule import FIELDS, Schedule
 from pallas_kernels.twell import Spec, active_hopper, decode_hopper, gather_hopper, pack_hopper
 from pallas_kernels.twell import shapes as ffn_shapes
 from pallas_kernels.twell.shapes import FfnShape
@@ -29,7 +33,7 @@ class Case:
 
 def cases() -> dict[str, Case]:
   """Returns them by name, the kernel first."""
-  return _embedding_bag() | _twell_pack() | _twell_gather() | _twell_active() | _twell_decode()
+  return _jagged_forward() | _embedding_bag() | _twell_pack() | _twell_gather() | _twell_active() | _twell_decode()
 
 
 def _array(*shape: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
@@ -150,6 +154,33 @@ def _twell_decode() -> dict[str, Case]:
     hidden = _array(tokens, neurons, dtype=jnp.float32), _array(tokens, neurons // 32, dtype=jnp.uint32)
     found[f"twell_decode_combine/M={tokens},F={neurons}"] = Case(combine, (*hidden, _array(neurons, 2048)))
   return found
+
+
+def _jagged_forward() -> dict[str, Case]:
+  found = {}
+  forms = {
+    "softmax": ("softmax", Mask()),
+    "softmax,causal": ("softmax", Mask(causal=True)),
+    "silu,causal,targets": ("silu", Mask(causal=True, targets=True)),
+    "gelu": ("gelu", Mask()),
+    "gelu_polynomial,window": ("gelu_polynomial", Mask(window=100)),
+    "relu,block": ("relu", Mask(block=64)),
+  }
+  for name, (activation, mask) in forms.items():
+    for width in (64, 128):
+      form = Form(activations=(activation,), pre_scale=0.1, post_scale=1.0, mask=mask)
+      found[f"jagged_forward/{name},K={width}"] = _jagged_forward_case(form, width)
+  return found
+
+
+def _jagged_forward_case(form: Form, width: int) -> Case:
+  def forward(q_THK, k_SGK, v_SGK, tiles_NF, number):
+    tiles = Schedule(tiles_NF, number)
+    return forward_hopper.forward(q_THK, k_SGK, v_SGK, tiles, form, num_results=4096, num_sms=132)
+
+  tokens = lambda heads: jax.ShapeDtypeStruct((4096, heads, width), jnp.bfloat16)
+  entries = jax.ShapeDtypeStruct((100, FIELDS), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+  return Case(forward, (tokens(4), tokens(2), tokens(2), *entries))
 
 
 def _hidden_case(shape: FfnShape) -> Case:

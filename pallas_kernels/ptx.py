@@ -77,6 +77,13 @@ def lane_and_warp() -> tuple[ir.Value, ir.Value]:
   return arith.andi(thread, const(31)), arith.shrui(thread, const(5))
 
 
+def quad_and_row() -> tuple[ir.Value, ir.Value]:
+  """In the layout of a wgmma's result: place among the four lanes of a row, and the first of two rows, 8 apart."""
+  lane, warp = lane_and_warp()
+  row = arith.addi(arith.muli(arith.andi(warp, const(3)), const(16)), arith.shrui(lane, const(2)))
+  return arith.andi(lane, const(3)), row
+
+
 def shared_address(ref: ir.Value) -> ir.Value:
   """Where an SMEM ref lies, i32."""
   return llvm.ptrtoint(i32(), utils.memref_ptr(ref))

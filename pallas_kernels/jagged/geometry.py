@@ -57,6 +57,22 @@ class Mask:
       begin = first
     return begin, jnp.minimum(end, length) if end is not None else length
 
+  def common_keys_of(self, first, last, length, history=None):
+    """(begin, end) of the keys that every one of the queries first..last sees; end <= begin if there are none."""
+    begin, end = jnp.zeros_like(first), length
+    if self.causal:
+      end = jnp.minimum(end, first + 1)
+    if self.window is not None:
+      begin = jnp.maximum(last - self.window, 0)
+      end = jnp.minimum(end, first + self.window + 1)
+    if self.block is not None:
+      block = first // self.block
+      begin = jnp.maximum(begin, block * self.block)
+      end = jnp.where(block == last // self.block, jnp.minimum(end, (block + 1) * self.block), begin)
+    if self.targets:
+      end = jnp.minimum(end, history)
+    return begin, end
+
   def _reach(self, first, last):
     """By window and block, which hold for a pair in either direction; end is None if nothing bounds it."""
     begin, end = jnp.zeros_like(first), None
@@ -77,11 +93,11 @@ class Tiles(NamedTuple):
   number: jax.Array  # i32[], of tiles there are; the entries behind them mean nothing
 
   @classmethod
-  def of(cls, offsets: jax.Array, num_tokens: int, size: int) -> "Tiles":
-    """The tiles of `size` tokens of rows among `num_tokens` tokens."""
-    tiles_B = (jnp.diff(offsets) + size - 1) // size
+  def of(cls, lengths_B: jax.Array, total: int, size: int) -> "Tiles":
+    """The tiles of `size` tokens of rows with these lengths, `total` tokens at most."""
+    tiles_B = (lengths_B + size - 1) // size
     upto_B = jnp.cumsum(tiles_B)
-    most = max(num_tokens // size + tiles_B.shape[0], 1)
+    most = max(total // size + tiles_B.shape[0], 1)
     tile = jnp.arange(most, dtype=jnp.int32)
     row = jnp.searchsorted(upto_B, tile, side="right").astype(jnp.int32)
     last = max(tiles_B.shape[0] - 1, 0)

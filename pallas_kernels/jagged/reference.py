@@ -139,7 +139,7 @@ class _Call:
     self._groups = k_SGK.shape[1]
     self.q_TGRK = self.of_queries(q_THK)
     self.k_SGK, self.v_SGK = _padded(k_SGK, self.k_tile), _padded(v_SGK, self.k_tile)
-    self.tiles = geometry.Tiles.of(q_offsets, len(q_THK), self.q_tile)
+    self.tiles = geometry.Tiles.of(jnp.diff(q_offsets), len(q_THK), self.q_tile)
     self.query_tiles = self.tiles.number
     if bias is not None:
       requested_T = bias_tables.requests(bias.timestamps, q_offsets)

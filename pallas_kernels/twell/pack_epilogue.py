@@ -82,7 +82,7 @@ def store(
   def run(ctx, values, places, staging, first_column):
     del ctx
     registers, behind = values.registers.reshape(-1, 2), np.empty((2,), dtype=object)
-    quad, _ = _quad_and_row()
+    quad, _ = ptx.quad_and_row()
     column = arith.addi(ptx.scalar(first_column), arith.muli(quad, ptx.const(2)))
     for half in range(2):
       place = ptx.element(places.registers.reshape(2)[half], 0)
@@ -115,16 +115,8 @@ def _places_array(values, places: np.ndarray):
   return mgpu.FragmentedArray(_registers=places.reshape(shape), _layout=values.layout, _is_signed=True)
 
 
-def _quad_and_row():
-  """The lane's place among the four of its row, and the first of its two rows."""
-  lane, warp = ptx.lane_and_warp()
-  warp = arith.andi(warp, ptx.const(3))
-  row = arith.addi(arith.muli(warp, ptx.const(16)), arith.shrui(lane, ptx.const(2)))
-  return arith.andi(lane, ptx.const(3)), row
-
-
 def _row_address(staging: ir.Value, half: int) -> ir.Value:
-  _, row = _quad_and_row()
+  _, row = ptx.quad_and_row()
   row_bytes = 4 * ir.MemRefType(staging.type).shape[1]
   return ptx.offset(ptx.shared_address(staging), arith.addi(row, ptx.const(_OTHER_ROW * half)), row_bytes)
 
@@ -141,7 +133,7 @@ def _relu_and_count_row(pairs, kind: str):
   dtype = ir.VectorType(pairs[0].type).element_type
   low, high = rows.unpack(dtype)(ones)
   mine = ptx.asm((ptx.i32(),), [arith.addf(low, high)], "cvt.rni.u32.f32 $0, $1;", "=r,f", pure=True)
-  quad, _ = _quad_and_row()
+  quad, _ = ptx.quad_and_row()
   shuffle = lambda value, by, clamp, how: nvvm.shfl_sync(
     ptx.const(0xFFFFFFFF), value, ptx.const(by), ptx.const(clamp), how
   )
@@ -156,7 +148,7 @@ def _relu_and_count_row(pairs, kind: str):
 
 
 def _store_count(row: ir.Value, count: ir.Value) -> None:
-  quad, _ = _quad_and_row()
+  quad, _ = ptx.quad_and_row()
   ptx.asm((), [row, count, quad], "{.reg .pred p; setp.eq.u32 p, $2, 0; @p st.shared.b32 [$0], $1;}", "r,r,r")
 
 

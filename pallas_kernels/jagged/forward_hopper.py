@@ -1,0 +1,257 @@
+"""o = p v on Hopper, for every member of the attention family: persistent blocks, two multiplying warpgroups and one
+that loads.
+
+A block takes items of the schedule, each a tile of 128 queries of one row and one head. The loading warpgroup runs
+ahead through the steps of all its items, so that short rows do not drain the pipeline. The other two have 64 queries
+each and take turns: while one is busy with its scores, the tensor cores work for the other (as in FlashAttention-3).
+
+Only steps that hold a pair that is not visible are masked; there the values of other tokens are cleared, so that what
+is not finite in them cannot reach this row through a product with 0.
+
+Dimension key: T query tokens, S key tokens, H query heads, G key heads, K head width, Q queries of a warpgroup, C keys of
+a step, N tiles.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import device, mosaic
+from pallas_kernels.jagged import rows, schedule
+from pallas_kernels.jagged.form import Form
+from pallas_kernels.jagged.schedule import Field, Schedule
+
+TILE = 2 * rows.ROWS  # queries of an item
+STEP = 128  # keys of a step
+_ITEMS = 2  # of a block whose queries are there: one is used, one arrives
+_SMS_OF_A_TEST = 2  # the interpreter has no device to ask
+_LOG2_E = math.log2(math.e)
+_LOWEST = -1e30  # below any score; -inf could not be subtracted from itself
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+  stages: int = 2  # steps of keys and values on their way
+
+  def smem_bytes(self, width: int) -> int:
+    """Queries, keys and values, entries of the schedule, barriers."""
+    queries, keys = _ITEMS * TILE * width * 2, self.stages * STEP * width * 2
+    return queries + 2 * keys + _ITEMS * schedule.FIELDS * 4 + 8 * (2 * _ITEMS + 4 * self.stages + 1)
+
+
+@functools.partial(jax.jit, static_argnames=("form", "num_results", "config", "num_sms", "interpret"))
+def forward(
+  q_THK: jax.Array,
+  k_SGK: jax.Array,
+  v_SGK: jax.Array,
+  tiles: Schedule,
+  form: Form,
+  *,
+  num_results: int,
+  config: Config = Config(),
+  num_sms: int | None = None,
+  interpret: bool = False,
+) -> tuple[jax.Array, jax.Array | None]:
+  """o_THK, and for softmax lse_HT; what belongs to no row is not written. The caller has checked shapes and dtypes.
+
+  Args:
+    q_THK: queries.
+    k_SGK: keys.
+    v_SGK: values.
+    tiles: of `schedule.over_queries`, with TILE and STEP.
+    form: what is computed.
+    num_results: T of the results.
+    config: speed alone.
+    num_sms: one block runs on each; None: those of the device, which must then be there.
+    interpret: run in Mosaic's interpreter.
+  """
+  heads, width = q_THK.shape[1:]
+  mosaic.check_smem(f"jagged.attention {config}, K={width}", config.smem_bytes(width))
+  if num_sms is None:
+    num_sms = _SMS_OF_A_TEST if interpret else device.num_sms()
+  # Copies take whole swizzle tiles of 8 tokens; the interpreter has none that reaches past the end of an array.
+  pad = lambda a, tile: jnp.pad(a, ((0, -len(a) % 8 + tile * interpret), (0, 0), (0, 0)))
+  transforms = mosaic.operand_transforms()
+  outs = [jax.ShapeDtypeStruct((num_results, heads, width), q_THK.dtype)]
+  if form.is_softmax:
+    outs.append(jax.ShapeDtypeStruct((heads, num_results), jnp.float32))
+  o_THK, *lse_HT = mosaic.kernel(
+    functools.partial(_kernel, form=form, stages=config.stages, num_sms=num_sms, interpret=interpret),
+    out_type=tuple(outs),
+    grid=(num_sms,),
+    grid_names=("sm",),
+    num_threads=3,
+    thread_name="wg",
+    scratch_types=[
+      plgpu.SMEM((_ITEMS, 2, rows.ROWS, width), q_THK.dtype, transforms=transforms),
+      plgpu.SMEM((config.stages, STEP, width), q_THK.dtype, transforms=transforms),
+      plgpu.SMEM((config.stages, STEP, width), q_THK.dtype, transforms=transforms),
+      plgpu.SMEM((_ITEMS, schedule.FIELDS), jnp.int32),
+      plgpu.Barrier(num_arrivals=3, num_barriers=_ITEMS),
+      plgpu.Barrier(num_arrivals=2, num_barriers=_ITEMS),
+      plgpu.Barrier(num_barriers=config.stages),
+      plgpu.Barrier(num_barriers=config.stages),
+      plgpu.Barrier(num_arrivals=2, num_barriers=config.stages),
+      plgpu.Barrier(num_arrivals=2, num_barriers=config.stages),
+      plgpu.Barrier(num_arrivals=2),
+    ],
+    compiler_params=plgpu.CompilerParams(approx_math=True),
+    kernel_name="jagged_attention",
+    interpret=interpret,
+  )(pad(q_THK, TILE), pad(k_SGK, STEP), pad(v_SGK, STEP), tiles.tiles_NF, tiles.number)
+  return o_THK, lse_HT[0] if lse_HT else None
+
+
+def _kernel(q_ref, k_ref, v_ref, tiles_ref, number_ref, o_ref, *rest, form: Form, stages, num_sms, interpret):
+  *lse_ref, q_smem, k_smem, v_smem, entry_smem, q_full, q_free, k_full, v_full, k_free, v_free, turn = rest
+  wg, sm = lax.axis_index("wg"), lax.axis_index("sm")
+  heads, width = o_ref.shape[1:]
+  mine = schedule.items_of(sm, number_ref[0] * heads, num_sms)
+  group = heads // k_ref.shape[1]  # query heads of a key head
+
+  def item(n):
+    """(entry of the schedule, head)."""
+    place = schedule.nth(n, sm, num_sms)
+    return lax.div(place, heads), lax.rem(place, heads)
+
+  def load():
+    plgpu.set_max_registers(40, action="decrease")
+
+    def load_item(n, step):
+      (entry, head), slot = item(n), lax.rem(n, _ITEMS)
+      pl.when(n >= _ITEMS)(lambda: plgpu.barrier_wait(q_free.at[slot]))
+      token = pl.multiple_of(tiles_ref[entry, Field.TOKEN], schedule.ALIGNMENT)
+      for w in range(2):
+        own = pl.ds(token + w * rows.ROWS, rows.ROWS)
+        plgpu.copy_gmem_to_smem(q_ref.at[own, head], q_smem.at[slot, w], q_full.at[slot])
+      plgpu.copy_gmem_to_smem(tiles_ref.at[entry], entry_smem.at[slot], q_full.at[slot])
+      key = pl.multiple_of(tiles_ref[entry, Field.OTHER_TOKEN], schedule.ALIGNMENT)
+
+      def load_step(t, step):
+        stage, own = lax.rem(step, stages), (pl.ds(key + t * STEP, STEP), lax.div(head, group))
+        for ref, smem, full, free in ((k_ref, k_smem, k_full, k_free), (v_ref, v_smem, v_full, v_free)):
+          pl.when(step >= stages)(lambda free=free: plgpu.barrier_wait(free.at[stage]))
+          plgpu.copy_gmem_to_smem(ref.at[own], smem.at[stage], full.at[stage])
+        return step + 1
+
+      return lax.fori_loop(0, tiles_ref[entry, Field.STEPS], load_step, step)
+
+    steps = lax.fori_loop(0, mine, load_item, jnp.int32(0))
+    _wait_for_last(mine, _ITEMS, q_free)
+    _wait_for_last(steps, stages, k_free, v_free)
+
+  def compute():
+    plgpu.set_max_registers(232, action="increase")
+
+    def meet():
+      plgpu.barrier_arrive(turn)
+      plgpu.barrier_wait(turn)
+
+    pl.when(wg == 1)(meet)  # from here on half a step behind
+
+    def compute_item(n, step):
+      (_, head), slot = item(n), lax.rem(n, _ITEMS)
+      plgpu.barrier_wait(q_full.at[slot])
+      entry = {field: entry_smem[slot, field] for field in Field}
+      first = wg * rows.ROWS
+      q = q_smem.at[slot, wg]
+
+      def compute_step(t, carry):
+        stage = lax.rem(step + t, stages)
+        plgpu.barrier_wait(k_full.at[stage])
+
+        def scores(acc):
+          plgpu.wgmma(acc, q, k_smem.at[stage].transpose((1, 0)))
+          meet()
+          return acc[...]
+
+        s_QC = pl.run_scoped(scores, plgpu.ACC((rows.ROWS, STEP), jnp.float32))
+        plgpu.barrier_arrive(k_free.at[stage])
+        masked = (t < entry[Field.PLAIN_FROM]) | (t >= entry[Field.PLAIN_TO])
+        key = entry[Field.OTHER_TOKEN] + t * STEP
+        visible = functools.partial(_visible, form, entry, first, key)
+        p_QC, carry = _weights(form, head, s_QC, carry, masked, visible)
+        plgpu.barrier_arrive(turn)
+        plgpu.barrier_wait(v_full.at[stage])
+        plgpu.barrier_wait(turn)
+        o_QK, *sums = carry
+        o_QK = _add_values(o_QK, p_QC.astype(q_ref.dtype), v_smem.at[stage], masked, key, entry, interpret=interpret)
+        plgpu.barrier_arrive(v_free.at[stage])
+        return o_QK, *sums
+
+      o_QK = plgpu.layout_cast(jnp.zeros((rows.ROWS, width), jnp.float32), plgpu.Layout.WGMMA)
+      row_of = lambda value: plgpu.layout_cast(jnp.full((rows.ROWS,), value, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+      sums = [row_of(_LOWEST), row_of(0.0)] if form.is_softmax else []
+      o_QK, *sums = lax.fori_loop(0, entry[Field.STEPS], compute_step, (o_QK, *sums))
+      plgpu.commit_smem()  # the entry was read by plain loads, and a copy will overwrite it
+      plgpu.barrier_arrive(q_free.at[slot])
+      out, end = entry[Field.OUT] + first, entry[Field.OUT] + entry[Field.END] - entry[Field.TOKEN]
+      begin = end - (entry[Field.END] - entry[Field.BEGIN])
+      if form.is_softmax:
+        most_Q, total_Q = sums
+        lse_Q = (most_Q + jnp.log2(total_Q)) / _LOG2_E
+        rows.store_numbers(lse_Q, lse_ref[0], head, out, begin, end, interpret=interpret)
+        o_QK = o_QK * lax.broadcast_in_dim(1 / jnp.where(total_Q == 0, 1.0, total_Q), o_QK.shape, [0])
+      if form.post_scale != 1:
+        o_QK = o_QK * form.post_scale
+      rows.store(o_QK, o_ref, head, out, begin, end, interpret=interpret)
+      return step + entry[Field.STEPS]
+
+    lax.fori_loop(0, mine, compute_item, jnp.int32(0))
+    pl.when(wg == 0)(meet)
+
+  lax.cond(wg < 2, compute, load)
+
+
+def _wait_for_last(number, slots: int, *barriers) -> None:
+  """Waits for the releases that no later copy has waited for: the interpreter wants to see all of them."""
+
+  def wait(n, _):
+    for barrier in barriers:
+      plgpu.barrier_wait(barrier.at[lax.rem(n, slots)])
+
+  lax.fori_loop(jnp.maximum(number - slots, 0), number, wait, None)
+
+
+def _visible(form: Form, entry, first, key) -> jax.Array:
+  """bool[Q, C] of a step whose first key is token `key`."""
+  of = lambda axis: plgpu.broadcasted_iota(jnp.int32, (rows.ROWS, STEP), axis, layout=plgpu.Layout.WGMMA)
+  i_QC = of(0) + (entry[Field.TOKEN] + first - entry[Field.BEGIN])
+  j_QC = of(1) + (key - entry[Field.OTHER_BEGIN])
+  visible = (j_QC >= 0) & (j_QC < entry[Field.OTHER_END] - entry[Field.OTHER_BEGIN])
+  seen = form.mask.visible(i_QC, j_QC, entry[Field.HISTORY])
+  return visible if seen is None else visible & seen
+
+
+def _weights(form: Form, head, s_QC, carry, masked, visible):
+  """p_QC before it is scaled, and the carry for it: what was summed so far, in the scale of the new maxima."""
+  del head
+  replace = lambda x_QC, value: lax.cond(masked, lambda: jnp.where(visible(), x_QC, value), lambda: x_QC)
+  if not form.is_softmax:
+    p_QC = form.activate(s_QC * form.pre_scale if form.pre_scale != 1 else s_QC)
+    return replace(p_QC, 0.0), carry
+  o_QK, most_Q, total_Q = carry
+  rows_of = lambda x_Q, like: lax.broadcast_in_dim(x_Q, like.shape, [0])
+  s_QC = replace(s_QC * (form.pre_scale * _LOG2_E), -jnp.inf)
+  new_Q = jnp.maximum(most_Q, s_QC.max(axis=1))
+  kept_Q = jnp.exp2(most_Q - new_Q)
+  p_QC = jnp.exp2(s_QC - rows_of(new_Q, s_QC))
+  return p_QC, (o_QK * rows_of(kept_Q, o_QK), new_Q, total_Q * kept_Q + p_QC.sum(axis=1))
+
+
+def _add_values(o_QK, p_QC, v_smem, masked, key, entry, *, interpret: bool) -> jax.Array:
+  if interpret:
+    cleared = rows.clear_others(v_smem, key, entry[Field.OTHER_BEGIN], entry[Field.OTHER_END], interpret=True)
+    return o_QK + jnp.dot(p_QC, cleared, preferred_element_type=jnp.float32)
+
+  @pl.when(masked)
+  def _():
+    rows.clear_others(v_smem, key, entry[Field.OTHER_BEGIN], entry[Field.OTHER_END], interpret=False)
+
+  return mosaic.mma(o_QK, p_QC, v_smem, interpret=False)

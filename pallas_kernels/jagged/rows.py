@@ -1,0 +1,142 @@
+"""Rows of a tile that is held in a wgmma's layout: those that are stored, and those of an operand that are cleared.
+
+Packed rows begin anywhere, so a tile reaches into its neighbours' tokens. Each step has a stand-in for the interpreter.
+
+Dimension key: T tokens, H heads, K head width, Q the 64 tokens of a warpgroup, C tokens of an operand.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from pallas_kernels import mosaic, ptx
+
+ROWS = 64  # of a warpgroup
+_WGMMA = plgpu.Layout.WGMMA
+_SPLAT = plgpu.Layout.WG_SPLAT
+_OTHER_ROW = 8  # a lane holds two rows, so far apart
+_GROUP = 8  # columns that the four lanes of a row share
+
+
+def store(values_QK: jax.Array, out_ref, head, token, begin, end, *, interpret: bool) -> None:
+  """out_ref[t, head] = values of the tokens t = token + q with begin <= t < end."""
+  values_QK = values_QK.astype(out_ref.dtype)
+  if interpret:
+    _store_one_by_one(values_QK, lambda t: out_ref.at[t, head], token, begin, end)
+    return
+
+  @plgpu.inline_mgpu(arg_types=(_WGMMA, plgpu.RefType(), _SPLAT, _SPLAT, _SPLAT, _SPLAT), return_type=None)
+  def run(ctx, values, out, head, token, begin, end):
+    del ctx
+    heads, width = ir.MemRefType(out.type).shape[1:]
+    registers, (quad, row) = values.registers.reshape(-1, 2), ptx.quad_and_row()
+    address = ptx.global_address(out)
+    head, token, begin, end = map(ptx.scalar, (head, token, begin, end))
+    for half in range(2):
+      t = arith.addi(token, arith.addi(row, ptx.const(_OTHER_ROW * half)))
+      inside = arith.cmpi(arith.CmpIPredicate.ult, arith.subi(t, begin), arith.subi(end, begin))
+      own = ptx.offset(address, arith.addi(arith.muli(t, ptx.const(heads)), head), 2 * width)
+      own = ptx.offset(own, quad, 2 * _GROUP)
+      for first in range(0, len(registers), 4):
+        words = [llvm.bitcast(ptx.i32(), register) for register in registers[first : first + 4, half]]
+        words = _transposed(words, quad)
+        text = f"@$5 st.global.v4.b32 [$0+{first * 2 * _GROUP}], {{$1, $2, $3, $4}};"
+        ptx.asm((), [own, *words, inside], text, "l,r,r,r,r,b")
+    return []
+
+  run(values_QK, out_ref, head, token, begin, end)
+
+
+def store_numbers(values_Q: jax.Array, out_ref, head, token, begin, end, *, interpret: bool) -> None:
+  """out_ref[head, t] = values of the tokens t = token + q with begin <= t < end; float32."""
+  if interpret:
+    _store_one_by_one(values_Q, lambda t: out_ref.at[head, t], token, begin, end)
+    return
+
+  layout = _WGMMA.reduce(1)
+
+  @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType(), _SPLAT, _SPLAT, _SPLAT, _SPLAT), return_type=None)
+  def run(ctx, values, out, head, token, begin, end):
+    del ctx
+    tokens = ir.MemRefType(out.type).shape[1]
+    quad, row = ptx.quad_and_row()
+    head, token, begin, end = map(ptx.scalar, (head, token, begin, end))
+    own = ptx.offset(ptx.global_address(out), head, 4 * tokens)
+    first_lane = arith.cmpi(arith.CmpIPredicate.eq, quad, ptx.const(0))
+    for half, register in enumerate(values.registers.reshape(2)):
+      t = arith.addi(token, arith.addi(row, ptx.const(_OTHER_ROW * half)))
+      inside = arith.cmpi(arith.CmpIPredicate.ult, arith.subi(t, begin), arith.subi(end, begin))
+      value = register if isinstance(register.type, ir.F32Type) else ptx.element(register, 0)
+      operands = [ptx.offset(own, t, 4), value, arith.andi(inside, first_lane)]
+      ptx.asm((), operands, "@$2 st.global.f32 [$0], $1;", "l,f,b")
+    return []
+
+  run(values_Q, out_ref, head, token, begin, end)
+
+
+def _store_one_by_one(values_Q, place, token, begin, end) -> None:
+  """The interpreter knows no masked store, and one of the whole array would race with the other warpgroup's."""
+
+  def store_one(t, _):
+    place(t)[...] = lax.dynamic_index_in_dim(values_Q, t - token, keepdims=False)
+
+  lax.fori_loop(jnp.maximum(token, begin), jnp.minimum(token + ROWS, end), store_one, None)
+
+
+def clear_others(operand_smem, token, begin, end, *, interpret: bool):
+  """Returns the operand with zeros for the tokens outside begin <= token + c < end; a wgmma may read it.
+
+  On the GPU in place, by each warpgroup that is to read it: a zero more often is a zero.
+  """
+  if interpret:
+    t_C = token + jnp.arange(operand_smem.shape[0])
+    values_CK = operand_smem[...]
+    plgpu.commit_smem()
+    return jnp.where(((t_C >= begin) & (t_C < end))[:, None], values_CK, 0)
+
+  tokens, width = operand_smem.shape
+
+  @plgpu.inline_mgpu(arg_types=(plgpu.RefType(mosaic.operand_transforms()), _SPLAT, _SPLAT, _SPLAT), return_type=None)
+  def run(ctx, operand, token, begin, end):
+    del ctx
+    token, begin, end = map(ptx.scalar, (token, begin, end))
+    lane, warp = ptx.lane_and_warp()
+    thread = arith.addi(arith.muli(arith.andi(warp, ptx.const(3)), ptx.const(32)), lane)
+    # Tiles of 8 rows and 128 bytes; swizzling moves pieces inside a row's 128 bytes alone.
+    pieces, address = width // 64, ptx.shared_address(operand)
+
+    def clear(row, carry):
+      t = arith.addi(token, row)
+      outside = arith.cmpi(arith.CmpIPredicate.uge, arith.subi(t, begin), arith.subi(end, begin))
+      tile = arith.muli(arith.shrui(row, ptx.const(3)), ptx.const(pieces * 1024))
+      place = arith.addi(tile, arith.muli(arith.andi(row, ptx.const(7)), ptx.const(128)))
+      place = arith.addi(place, arith.muli(arith.andi(thread, ptx.const(7)), ptx.const(16)))
+      for piece in range(pieces):
+        at = arith.addi(arith.addi(address, place), ptx.const(1024 * piece))
+        text = "{.reg .b32 z; mov.b32 z, 0; @$1 st.shared.v4.b32 [$0], {z, z, z, z};}"
+        ptx.asm((), [at, outside], text, "r,b")
+      return carry
+
+    # Eight lanes clear 128 bytes of a row.
+    ptx.for_each(arith.shrui(thread, ptx.const(3)), ptx.const(tokens), mosaic.LANES // 8, clear, [])
+    return []
+
+  run(operand_smem, token, begin, end)
+  plgpu.commit_smem()
+  return operand_smem
+
+
+def _transposed(words: list[ir.Value], quad: ir.Value) -> list[ir.Value]:
+  """Word q of each of the four lanes of a row, in lane q; the columns of a word are 8 apart, then next to each other."""
+  text = "{.reg .pred p; .reg .b32 s, t;"
+  for bit, pairs in ((1, ((0, 1), (2, 3))), (2, ((0, 2), (1, 3)))):
+    text += f"and.b32 t, $8, {bit}; setp.ne.u32 p, t, 0;"
+    for a, b in pairs:
+      sources = ("$4", "$5", "$6", "$7") if bit == 1 else ("$0", "$1", "$2", "$3")
+      text += f"selp.b32 s, {sources[a]}, {sources[b]}, p; shfl.sync.bfly.b32 t, s, {bit}, 31, {ptx.ALL_LANES};"
+      # A lane without the bit keeps its first word and receives the other's first; one with it keeps the second.
+      text += f"selp.b32 ${a}, t, {sources[a]}, p; selp.b32 ${b}, {sources[b]}, t, p;"
+  return list(ptx.asm((ptx.i32(),) * 4, [*words, quad], text + "}", "=&r,=&r,=&r,=&r,r,r,r,r,r"))
