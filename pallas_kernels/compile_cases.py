@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.embedding import bag_hopper
 from pallas_kernels.embedding import shapes as bag_shapes
-from pallas_kernels.jagged import forward_hopper
+from pallas_kernels.jagged import backward_hopper, forward_hopper
 from pallas_kernels.jagged.form import Form
 from pallas_kernels.jagged.geometry import Mask
 from pallas_kernels.jagged.schedule import FIELDS, Schedule
@@ -33,7 +33,7 @@ class Case:
 
 def cases() -> dict[str, Case]:
   """Returns them by name, the kernel first."""
-  return _jagged_forward() | _embedding_bag() | _twell_pack() | _twell_gather() | _twell_active() | _twell_decode()
+  return _jagged() | _embedding_bag() | _twell_pack() | _twell_gather() | _twell_active() | _twell_decode()
 
 
 def _array(*shape: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
@@ -156,8 +156,8 @@ def _twell_decode() -> dict[str, Case]:
   return found
 
 
-def _jagged_forward() -> dict[str, Case]:
-  found = {}
+def _jagged() -> dict[str, Case]:
+  """Every kernel with every kind of step: with and without sums, masks of all kinds, the longest activations."""
   forms = {
     "softmax": ("softmax", Mask()),
     "softmax,causal": ("softmax", Mask(causal=True)),
@@ -166,21 +166,26 @@ def _jagged_forward() -> dict[str, Case]:
     "gelu_polynomial,window": ("gelu_polynomial", Mask(window=100)),
     "relu,block": ("relu", Mask(block=64)),
   }
+  found = {}
   for name, (activation, mask) in forms.items():
+    form = Form(activations=(activation,), pre_scale=0.1, post_scale=0.5, mask=mask)
     for width in (64, 128):
-      form = Form(activations=(activation,), pre_scale=0.1, post_scale=1.0, mask=mask)
-      found[f"jagged_forward/{name},K={width}"] = _jagged_forward_case(form, width)
+      for kernel in (forward_hopper.forward, backward_hopper.query_gradient, backward_hopper.key_gradients):
+        found[f"jagged_{kernel.__name__}/{name},K={width}"] = _jagged_case(kernel, form, width)
   return found
 
 
-def _jagged_forward_case(form: Form, width: int) -> Case:
-  def forward(q_THK, k_SGK, v_SGK, tiles_NF, number):
-    tiles = Schedule(tiles_NF, number)
-    return forward_hopper.forward(q_THK, k_SGK, v_SGK, tiles, form, num_results=4096, num_sms=132)
-
+def _jagged_case(kernel, form: Form, width: int) -> Case:
   tokens = lambda heads: jax.ShapeDtypeStruct((4096, heads, width), jnp.bfloat16)
+  sums = jax.ShapeDtypeStruct((4, 4096), jnp.float32) if form.is_softmax else None
+  backward = () if kernel is forward_hopper.forward else (tokens(4), sums, sums)
   entries = jax.ShapeDtypeStruct((100, FIELDS), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
-  return Case(forward, (tokens(4), tokens(2), tokens(2), *entries))
+
+  def call(*arrays):
+    *arrays, tiles_NF, number = arrays
+    return kernel(*arrays, Schedule(tiles_NF, number), form, num_sms=132)
+
+  return Case(call, (tokens(4), tokens(2), tokens(2), *backward, *entries))
 
 
 def _hidden_case(shape: FfnShape) -> Case:

@@ -95,6 +95,8 @@ def no_races():
 def mma(acc_MN: jax.Array, a_MK, b_KN_smem, *, interpret: bool) -> jax.Array:
   """acc + a @ b with float32 accumulation. `a` is a register array or an SMEM ref, `b` an SMEM ref.
 
+  In the interpreter `b` may be an array too: what a shim made of an SMEM ref that the GPU changes in place.
+
   The interpreter has neither wgmma with `a` in registers nor an accumulator that starts from a value, so it multiplies
   arrays instead. The fence that follows its reads stands for the wait that wgmma does: without it the race detector
   (rightly) objects when a TMA copy refills `b`.

@@ -8,8 +8,8 @@ each and take turns: while one is busy with its scores, the tensor cores work fo
 Only steps that hold a pair that is not visible are masked; there the values of other tokens are cleared, so that what
 is not finite in them cannot reach this row through a product with 0.
 
-Dimension key: T query tokens, S key tokens, H query heads, G key heads, K head width, Q queries of a warpgroup, C keys of
-a step, N tiles.
+Dimension key: T query tokens, S key tokens, H query heads, G key heads, K head width, Q queries of a warpgroup, C keys
+of a step, N tiles.
 """
 
 import dataclasses
@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import device, mosaic
+from pallas_kernels.jagged import common_hopper as common
 from pallas_kernels.jagged import rows, schedule
 from pallas_kernels.jagged.form import Form
 from pallas_kernels.jagged.schedule import Field, Schedule
@@ -45,7 +46,7 @@ class Config:
     return queries + 2 * keys + _ITEMS * schedule.FIELDS * 4 + 8 * (2 * _ITEMS + 4 * self.stages + 1)
 
 
-@functools.partial(jax.jit, static_argnames=("form", "num_results", "config", "num_sms", "interpret"))
+@functools.partial(jax.jit, static_argnames=("form", "config", "num_sms", "interpret"))
 def forward(
   q_THK: jax.Array,
   k_SGK: jax.Array,
@@ -53,7 +54,6 @@ def forward(
   tiles: Schedule,
   form: Form,
   *,
-  num_results: int,
   config: Config = Config(),
   num_sms: int | None = None,
   interpret: bool = False,
@@ -66,7 +66,6 @@ def forward(
     v_SGK: values.
     tiles: of `schedule.over_queries`, with TILE and STEP.
     form: what is computed.
-    num_results: T of the results.
     config: speed alone.
     num_sms: one block runs on each; None: those of the device, which must then be there.
     interpret: run in Mosaic's interpreter.
@@ -78,9 +77,9 @@ def forward(
   # Copies take whole swizzle tiles of 8 tokens; the interpreter has none that reaches past the end of an array.
   pad = lambda a, tile: jnp.pad(a, ((0, -len(a) % 8 + tile * interpret), (0, 0), (0, 0)))
   transforms = mosaic.operand_transforms()
-  outs = [jax.ShapeDtypeStruct((num_results, heads, width), q_THK.dtype)]
+  outs = [jax.ShapeDtypeStruct(q_THK.shape, q_THK.dtype)]
   if form.is_softmax:
-    outs.append(jax.ShapeDtypeStruct((heads, num_results), jnp.float32))
+    outs.append(jax.ShapeDtypeStruct((heads, len(q_THK)), jnp.float32))
   o_THK, *lse_HT = mosaic.kernel(
     functools.partial(_kernel, form=form, stages=config.stages, num_sms=num_sms, interpret=interpret),
     out_type=tuple(outs),
@@ -112,19 +111,14 @@ def _kernel(q_ref, k_ref, v_ref, tiles_ref, number_ref, o_ref, *rest, form: Form
   *lse_ref, q_smem, k_smem, v_smem, entry_smem, q_full, q_free, k_full, v_full, k_free, v_free, turn = rest
   wg, sm = lax.axis_index("wg"), lax.axis_index("sm")
   heads, width = o_ref.shape[1:]
-  mine = schedule.items_of(sm, number_ref[0] * heads, num_sms)
+  items = common.Items(number_ref[0], heads, sm, num_sms)
   group = heads // k_ref.shape[1]  # query heads of a key head
-
-  def item(n):
-    """(entry of the schedule, head)."""
-    place = schedule.nth(n, sm, num_sms)
-    return lax.div(place, heads), lax.rem(place, heads)
 
   def load():
     plgpu.set_max_registers(40, action="decrease")
 
     def load_item(n, step):
-      (entry, head), slot = item(n), lax.rem(n, _ITEMS)
+      (entry, head), slot = items[n], lax.rem(n, _ITEMS)
       pl.when(n >= _ITEMS)(lambda: plgpu.barrier_wait(q_free.at[slot]))
       token = pl.multiple_of(tiles_ref[entry, Field.TOKEN], schedule.ALIGNMENT)
       for w in range(2):
@@ -142,9 +136,9 @@ def _kernel(q_ref, k_ref, v_ref, tiles_ref, number_ref, o_ref, *rest, form: Form
 
       return lax.fori_loop(0, tiles_ref[entry, Field.STEPS], load_step, step)
 
-    steps = lax.fori_loop(0, mine, load_item, jnp.int32(0))
-    _wait_for_last(mine, _ITEMS, q_free)
-    _wait_for_last(steps, stages, k_free, v_free)
+    steps = lax.fori_loop(0, items.number, load_item, jnp.int32(0))
+    common.wait_for_last(items.number, _ITEMS, q_free)
+    common.wait_for_last(steps, stages, k_free, v_free)
 
   def compute():
     plgpu.set_max_registers(232, action="increase")
@@ -156,7 +150,7 @@ def _kernel(q_ref, k_ref, v_ref, tiles_ref, number_ref, o_ref, *rest, form: Form
     pl.when(wg == 1)(meet)  # from here on half a step behind
 
     def compute_item(n, step):
-      (_, head), slot = item(n), lax.rem(n, _ITEMS)
+      (_, head), slot = items[n], lax.rem(n, _ITEMS)
       plgpu.barrier_wait(q_full.at[slot])
       entry = {field: entry_smem[slot, field] for field in Field}
       first = wg * rows.ROWS
@@ -173,15 +167,17 @@ def _kernel(q_ref, k_ref, v_ref, tiles_ref, number_ref, o_ref, *rest, form: Form
 
         s_QC = pl.run_scoped(scores, plgpu.ACC((rows.ROWS, STEP), jnp.float32))
         plgpu.barrier_arrive(k_free.at[stage])
-        masked = (t < entry[Field.PLAIN_FROM]) | (t >= entry[Field.PLAIN_TO])
+        masked = common.is_masked(entry, t)
         key = entry[Field.OTHER_TOKEN] + t * STEP
-        visible = functools.partial(_visible, form, entry, first, key)
-        p_QC, carry = _weights(form, head, s_QC, carry, masked, visible)
+        visible = lambda: common.visible(form, entry, first, key, s_QC.shape, queries=0)
+        p_QC, carry = _weights(form, s_QC, carry, masked, visible)
         plgpu.barrier_arrive(turn)
         plgpu.barrier_wait(v_full.at[stage])
         plgpu.barrier_wait(turn)
         o_QK, *sums = carry
-        o_QK = _add_values(o_QK, p_QC.astype(q_ref.dtype), v_smem.at[stage], masked, key, entry, interpret=interpret)
+        row = entry[Field.OTHER_BEGIN], entry[Field.OTHER_END]
+        v_CK = rows.clear_others(v_smem.at[stage], masked, key, *row, interpret=interpret)
+        o_QK = mosaic.mma(o_QK, p_QC.astype(q_ref.dtype), v_CK, interpret=interpret)
         plgpu.barrier_arrive(v_free.at[stage])
         return o_QK, *sums
 
@@ -191,47 +187,25 @@ def _kernel(q_ref, k_ref, v_ref, tiles_ref, number_ref, o_ref, *rest, form: Form
       o_QK, *sums = lax.fori_loop(0, entry[Field.STEPS], compute_step, (o_QK, *sums))
       plgpu.commit_smem()  # the entry was read by plain loads, and a copy will overwrite it
       plgpu.barrier_arrive(q_free.at[slot])
-      out, end = entry[Field.OUT] + first, entry[Field.OUT] + entry[Field.END] - entry[Field.TOKEN]
-      begin = end - (entry[Field.END] - entry[Field.BEGIN])
+      place = head, entry[Field.TOKEN] + first, entry[Field.BEGIN], entry[Field.END]
       if form.is_softmax:
         most_Q, total_Q = sums
         lse_Q = (most_Q + jnp.log2(total_Q)) / _LOG2_E
-        rows.store_numbers(lse_Q, lse_ref[0], head, out, begin, end, interpret=interpret)
+        rows.store_numbers(lse_Q, lse_ref[0], *place, interpret=interpret)
         o_QK = o_QK * lax.broadcast_in_dim(1 / jnp.where(total_Q == 0, 1.0, total_Q), o_QK.shape, [0])
       if form.post_scale != 1:
         o_QK = o_QK * form.post_scale
-      rows.store(o_QK, o_ref, head, out, begin, end, interpret=interpret)
+      rows.store(o_QK, o_ref, *place, interpret=interpret)
       return step + entry[Field.STEPS]
 
-    lax.fori_loop(0, mine, compute_item, jnp.int32(0))
+    lax.fori_loop(0, items.number, compute_item, jnp.int32(0))
     pl.when(wg == 0)(meet)
 
   lax.cond(wg < 2, compute, load)
 
 
-def _wait_for_last(number, slots: int, *barriers) -> None:
-  """Waits for the releases that no later copy has waited for: the interpreter wants to see all of them."""
-
-  def wait(n, _):
-    for barrier in barriers:
-      plgpu.barrier_wait(barrier.at[lax.rem(n, slots)])
-
-  lax.fori_loop(jnp.maximum(number - slots, 0), number, wait, None)
-
-
-def _visible(form: Form, entry, first, key) -> jax.Array:
-  """bool[Q, C] of a step whose first key is token `key`."""
-  of = lambda axis: plgpu.broadcasted_iota(jnp.int32, (rows.ROWS, STEP), axis, layout=plgpu.Layout.WGMMA)
-  i_QC = of(0) + (entry[Field.TOKEN] + first - entry[Field.BEGIN])
-  j_QC = of(1) + (key - entry[Field.OTHER_BEGIN])
-  visible = (j_QC >= 0) & (j_QC < entry[Field.OTHER_END] - entry[Field.OTHER_BEGIN])
-  seen = form.mask.visible(i_QC, j_QC, entry[Field.HISTORY])
-  return visible if seen is None else visible & seen
-
-
-def _weights(form: Form, head, s_QC, carry, masked, visible):
+def _weights(form: Form, s_QC, carry, masked, visible):
   """p_QC before it is scaled, and the carry for it: what was summed so far, in the scale of the new maxima."""
-  del head
   replace = lambda x_QC, value: lax.cond(masked, lambda: jnp.where(visible(), x_QC, value), lambda: x_QC)
   if not form.is_softmax:
     p_QC = form.activate(s_QC * form.pre_scale if form.pre_scale != 1 else s_QC)
@@ -243,15 +217,3 @@ def _weights(form: Form, head, s_QC, carry, masked, visible):
   kept_Q = jnp.exp2(most_Q - new_Q)
   p_QC = jnp.exp2(s_QC - rows_of(new_Q, s_QC))
   return p_QC, (o_QK * rows_of(kept_Q, o_QK), new_Q, total_Q * kept_Q + p_QC.sum(axis=1))
-
-
-def _add_values(o_QK, p_QC, v_smem, masked, key, entry, *, interpret: bool) -> jax.Array:
-  if interpret:
-    cleared = rows.clear_others(v_smem, key, entry[Field.OTHER_BEGIN], entry[Field.OTHER_END], interpret=True)
-    return o_QK + jnp.dot(p_QC, cleared, preferred_element_type=jnp.float32)
-
-  @pl.when(masked)
-  def _():
-    rows.clear_others(v_smem, key, entry[Field.OTHER_BEGIN], entry[Field.OTHER_END], interpret=False)
-
-  return mosaic.mma(o_QK, p_QC, v_smem, interpret=False)

@@ -8,6 +8,7 @@ Dimension key: T tokens, H heads, K head width, Q the 64 tokens of a warpgroup, 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
@@ -86,51 +87,57 @@ def _store_one_by_one(values_Q, place, token, begin, end) -> None:
   lax.fori_loop(jnp.maximum(token, begin), jnp.minimum(token + ROWS, end), store_one, None)
 
 
-def clear_others(operand_smem, token, begin, end, *, interpret: bool):
-  """Returns the operand with zeros for the tokens outside begin <= token + c < end; a wgmma may read it.
+def clear_others(operand_smem, wanted, token, begin, end, *, interpret: bool):
+  """The operand of a wgmma, if `wanted` with zeros for the tokens outside begin <= token + c < end.
 
-  On the GPU in place, by each warpgroup that is to read it: a zero more often is a zero.
+  On the GPU in place, by each warpgroup that is to read it: others that read it then take no harm, as what they make of
+  such tokens is masked.
   """
   if interpret:
     t_C = token + jnp.arange(operand_smem.shape[0])
     values_CK = operand_smem[...]
     plgpu.commit_smem()
-    return jnp.where(((t_C >= begin) & (t_C < end))[:, None], values_CK, 0)
+    return jnp.where((((t_C >= begin) & (t_C < end)) | ~wanted)[:, None], values_CK, 0)
 
   tokens, width = operand_smem.shape
 
-  @plgpu.inline_mgpu(arg_types=(plgpu.RefType(mosaic.operand_transforms()), _SPLAT, _SPLAT, _SPLAT), return_type=None)
-  def run(ctx, operand, token, begin, end):
-    del ctx
-    token, begin, end = map(ptx.scalar, (token, begin, end))
-    lane, warp = ptx.lane_and_warp()
-    thread = arith.addi(arith.muli(arith.andi(warp, ptx.const(3)), ptx.const(32)), lane)
-    # Tiles of 8 rows and 128 bytes; swizzling moves pieces inside a row's 128 bytes alone.
-    pieces, address = width // 64, ptx.shared_address(operand)
+  @pl.when(wanted)
+  def _():
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(mosaic.operand_transforms()), _SPLAT, _SPLAT, _SPLAT), return_type=None)
+    def run(ctx, operand, token, begin, end):
+      del ctx
+      _clear(ptx.shared_address(operand), *map(ptx.scalar, (token, begin, end)), tokens, width)
+      return []
 
-    def clear(row, carry):
-      t = arith.addi(token, row)
-      outside = arith.cmpi(arith.CmpIPredicate.uge, arith.subi(t, begin), arith.subi(end, begin))
-      tile = arith.muli(arith.shrui(row, ptx.const(3)), ptx.const(pieces * 1024))
-      place = arith.addi(tile, arith.muli(arith.andi(row, ptx.const(7)), ptx.const(128)))
-      place = arith.addi(place, arith.muli(arith.andi(thread, ptx.const(7)), ptx.const(16)))
-      for piece in range(pieces):
-        at = arith.addi(arith.addi(address, place), ptx.const(1024 * piece))
-        text = "{.reg .b32 z; mov.b32 z, 0; @$1 st.shared.v4.b32 [$0], {z, z, z, z};}"
-        ptx.asm((), [at, outside], text, "r,b")
-      return carry
+    run(operand_smem, token, begin, end)
+    plgpu.commit_smem()
 
-    # Eight lanes clear 128 bytes of a row.
-    ptx.for_each(arith.shrui(thread, ptx.const(3)), ptx.const(tokens), mosaic.LANES // 8, clear, [])
-    return []
-
-  run(operand_smem, token, begin, end)
-  plgpu.commit_smem()
   return operand_smem
 
 
+def _clear(address: ir.Value, token: ir.Value, begin: ir.Value, end: ir.Value, tokens: int, width: int) -> None:
+  """Tiles of 8 rows and 128 bytes; swizzling moves pieces inside a row's 128 bytes alone. Eight lanes clear those."""
+  lane, warp = ptx.lane_and_warp()
+  thread = arith.addi(arith.muli(arith.andi(warp, ptx.const(3)), ptx.const(32)), lane)
+  pieces = width // 64
+
+  def clear(row, carry):
+    t = arith.addi(token, row)
+    outside = arith.cmpi(arith.CmpIPredicate.uge, arith.subi(t, begin), arith.subi(end, begin))
+    tile = arith.muli(arith.shrui(row, ptx.const(3)), ptx.const(pieces * 1024))
+    place = arith.addi(tile, arith.muli(arith.andi(row, ptx.const(7)), ptx.const(128)))
+    place = arith.addi(place, arith.muli(arith.andi(thread, ptx.const(7)), ptx.const(16)))
+    for piece in range(pieces):
+      at = arith.addi(arith.addi(address, place), ptx.const(1024 * piece))
+      text = "{.reg .b32 z; mov.b32 z, 0; @$1 st.shared.v4.b32 [$0], {z, z, z, z};}"
+      ptx.asm((), [at, outside], text, "r,b")
+    return carry
+
+  ptx.for_each(arith.shrui(thread, ptx.const(3)), ptx.const(tokens), mosaic.LANES // 8, clear, [])
+
+
 def _transposed(words: list[ir.Value], quad: ir.Value) -> list[ir.Value]:
-  """Word q of each of the four lanes of a row, in lane q; the columns of a word are 8 apart, then next to each other."""
+  """Word q of each of the four lanes of a row, in lane q: eight columns that follow one another."""
   text = "{.reg .pred p; .reg .b32 s, t;"
   for bit, pairs in ((1, ((0, 1), (2, 3))), (2, ((0, 2), (1, 3)))):
     text += f"and.b32 t, $8, {bit}; setp.ne.u32 p, t, 0;"

@@ -27,14 +27,13 @@ class Field(enum.IntEnum):
   TOKEN = 0  # the tile's first token
   BEGIN = 1  # of the row
   END = 2
-  OUT = 3  # where the tile's first token has its result
-  OTHER_TOKEN = 4  # the first step's first token
-  OTHER_BEGIN = 5  # of the row on the other side
-  OTHER_END = 6
-  STEPS = 7
-  PLAIN_FROM = 8  # steps in which every pair is visible
-  PLAIN_TO = 9
-  HISTORY = 10
+  OTHER_TOKEN = 3  # the first step's first token
+  OTHER_BEGIN = 4  # of the row on the other side
+  OTHER_END = 5
+  STEPS = 6
+  PLAIN_FROM = 7  # steps in which every pair is visible
+  PLAIN_TO = 8
+  HISTORY = 9
 
 
 @jax.tree_util.register_dataclass
@@ -47,50 +46,57 @@ class Schedule:
 
 
 def over_queries(
-  q_offsets, k_offsets, history_B, mask: Mask, *, num_queries: int, tile: int, step: int, broadcast_q: bool
+  q_offsets, k_offsets, history_B, mask: Mask, *, num_tokens: int, tile: int, step: int
 ) -> Schedule:
   """For results that belong to queries: o, and the gradient of q.
 
   Args:
-    q_offsets: of the rows' results.
+    q_offsets: of the queries.
     k_offsets: of the keys.
     history_B: for masks with targets.
     mask: which pairs are visible.
-    num_queries: T, a bound on q_offsets[-1].
+    num_tokens: a bound on q_offsets[-1].
     tile: queries of a tile.
     step: keys of a step.
-    broadcast_q: the queries of every row are the same ones.
   """
-  begin_B, end_B = q_offsets[:-1], q_offsets[1:]
-  aligned_B = begin_B if broadcast_q else begin_B // ALIGNMENT * ALIGNMENT
+  return _schedule(q_offsets, k_offsets, history_B, mask.keys_of, mask.common_keys_of, num_tokens, tile, step)
+
+
+def over_keys(q_offsets, k_offsets, history_B, mask: Mask, *, num_tokens: int, tile: int, step: int) -> Schedule:
+  """For results that belong to keys, the gradients of k and v: tiles of keys, and steps of queries that see them."""
+  return _schedule(k_offsets, q_offsets, history_B, mask.queries_of, mask.common_queries_of, num_tokens, tile, step)
+
+
+def _schedule(offsets, other_offsets, history_B, reach, common, num_tokens: int, tile: int, step: int) -> Schedule:
+  begin_B, end_B = offsets[:-1], offsets[1:]
+  aligned_B = begin_B // ALIGNMENT * ALIGNMENT
   lengths_B = jnp.where(end_B > begin_B, end_B - aligned_B, 0)
-  tiles = Tiles.of(lengths_B, num_queries + (ALIGNMENT - 1) * len(begin_B), tile)
+  tiles = Tiles.of(lengths_B, num_tokens + (ALIGNMENT - 1) * len(begin_B), tile)
   of_row = lambda values_B: jnp.append(values_B, 0)[tiles.row]
-  begin, end, k_begin, k_end = map(of_row, (begin_B, end_B, k_offsets[:-1], k_offsets[1:]))
-  out = of_row(aligned_B) + tiles.block * tile
-  first = jnp.maximum(out, begin) - begin
-  last = jnp.maximum(jnp.minimum(out + tile, end) - 1 - begin, first)
+  begin, end, other_begin, other_end = map(of_row, (begin_B, end_B, other_offsets[:-1], other_offsets[1:]))
+  token = of_row(aligned_B) + tiles.block * tile
+  first = jnp.maximum(token, begin) - begin
+  last = jnp.maximum(jnp.minimum(token + tile, end) - 1 - begin, first)
   history = None if history_B is None else of_row(history_B)
-  length = k_end - k_begin
-  reach_begin, reach_end = mask.keys_of(first, last, length)
-  common_begin, common_end = mask.common_keys_of(first, last, length, history)
-  k_first = (k_begin + reach_begin) // ALIGNMENT * ALIGNMENT
+  other_length = other_end - other_begin
+  reach_begin, reach_end = reach(first, last, other_length)
+  common_begin, common_end = common(first, last, other_length, history)
+  other_token = (other_begin + reach_begin) // ALIGNMENT * ALIGNMENT
   # At least one, all of it masked where there is nothing to see: so that every item has its turn in the kernels.
-  steps = jnp.maximum((k_begin + reach_end - k_first + step - 1) // step, 1)
-  plain_from = jnp.clip((k_begin + common_begin - k_first + step - 1) // step, 0, steps)
-  plain_to = jnp.clip((k_begin + common_end - k_first) // step, plain_from, steps)
+  steps = jnp.maximum((other_begin + reach_end - other_token + step - 1) // step, 1)
+  plain_from = jnp.clip((other_begin + common_begin - other_token + step - 1) // step, 0, steps)
+  plain_to = jnp.clip((other_begin + common_end - other_token) // step, plain_from, steps)
   fields = {
-    Field.TOKEN: out - begin if broadcast_q else out,
+    Field.TOKEN: token,
     Field.BEGIN: begin,
     Field.END: end,
-    Field.OUT: out,
-    Field.OTHER_TOKEN: k_first,
-    Field.OTHER_BEGIN: k_begin,
-    Field.OTHER_END: k_end,
+    Field.OTHER_TOKEN: other_token,
+    Field.OTHER_BEGIN: other_begin,
+    Field.OTHER_END: other_end,
     Field.STEPS: steps,
     Field.PLAIN_FROM: plain_from,
     Field.PLAIN_TO: plain_to,
-    Field.HISTORY: jnp.zeros_like(out) if history is None else history,
+    Field.HISTORY: jnp.zeros_like(token) if history is None else history,
   }
   return _longest_first(fields, steps, tiles.number)
 

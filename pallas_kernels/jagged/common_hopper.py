@@ -1,0 +1,55 @@
+"""What the forward and backward kernels of the attention family share: items, their entries, masks, the end of a loop.
+
+Dimension key: Q queries, C keys.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.jagged import schedule
+from pallas_kernels.jagged.form import Form
+from pallas_kernels.jagged.schedule import Field
+
+
+class Items:
+  """The items of an SM: entries of a schedule, each once for every head."""
+
+  def __init__(self, entries, heads: int, sm, num_sms: int):
+    self._heads, self._sm, self._num_sms = heads, sm, num_sms
+    self.number = schedule.items_of(sm, entries * heads, num_sms)
+
+  def __getitem__(self, n):
+    """(entry of the schedule, head) of the n-th item."""
+    place = schedule.nth(n, self._sm, self._num_sms)
+    return lax.div(place, self._heads), lax.rem(place, self._heads)
+
+
+def is_masked(entry, t):
+  """Whether step t may hold a pair that is not visible."""
+  return (t < entry[Field.PLAIN_FROM]) | (t >= entry[Field.PLAIN_TO])
+
+
+def visible(form: Form, entry, first, other, shape: tuple[int, int], *, queries: int) -> jax.Array:
+  """bool of `shape`: pairs of the tile's tokens from `first` on, and those of the other side from token `other` on.
+
+  `queries` is the axis of the queries; the tile's tokens are axis 0.
+  """
+  of = lambda axis: plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
+  own = of(0) + (entry[Field.TOKEN] + first - entry[Field.BEGIN])
+  others = of(1) + (other - entry[Field.OTHER_BEGIN])
+  inside = (others >= 0) & (others < entry[Field.OTHER_END] - entry[Field.OTHER_BEGIN])
+  i, j = (own, others) if queries == 0 else (others, own)
+  seen = form.mask.visible(i, j, entry[Field.HISTORY])
+  return inside if seen is None else inside & seen
+
+
+def wait_for_last(number, slots: int, *barriers) -> None:
+  """Waits for the releases that no later copy has waited for: the interpreter wants to see all of them."""
+
+  def wait(n, _):
+    for barrier in barriers:
+      plgpu.barrier_wait(barrier.at[lax.rem(n, slots)])
+
+  lax.fori_loop(jnp.maximum(number - slots, 0), number, wait, None)
