@@ -12,7 +12,7 @@ from pallas_kernels.embedding import shapes as bag_shapes
 from pallas_kernels.jagged import backward_hopper, forward_hopper
 from pallas_kernels.jagged.form import Form
 from pallas_kernels.jagged.geometry import Mask
-from pallas_kernels.jagged.schedule import FIELDS, Schedule
+from pallas_kernels.jagged.schedule import FIELDS, TileList
 from pallas_kernels.twell import Spec, active_hopper, decode_hopper, gather_hopper, pack_hopper
 from pallas_kernels.twell import shapes as ffn_shapes
 from pallas_kernels.twell.shapes import FfnShape
@@ -170,8 +170,10 @@ def _jagged() -> dict[str, Case]:
   for name, (activation, mask) in forms.items():
     form = Form(activations=(activation,), pre_scale=0.1, post_scale=0.5, mask=mask)
     for width in (64, 128):
-      for kernel in (forward_hopper.forward, backward_hopper.query_gradient, backward_hopper.key_gradients):
-        found[f"jagged_{kernel.__name__}/{name},K={width}"] = _jagged_case(kernel, form, width)
+      kernels = dict(forward=forward_hopper.forward, query_gradient=backward_hopper.query_gradient)
+      kernels |= dict(key_gradients=backward_hopper.key_gradients)
+      for which, kernel in kernels.items():
+        found[f"jagged_{which}/{name},K={width}"] = _jagged_case(kernel, form, width)
   return found
 
 
@@ -179,11 +181,11 @@ def _jagged_case(kernel, form: Form, width: int) -> Case:
   tokens = lambda heads: jax.ShapeDtypeStruct((4096, heads, width), jnp.bfloat16)
   sums = jax.ShapeDtypeStruct((4, 4096), jnp.float32) if form.is_softmax else None
   backward = () if kernel is forward_hopper.forward else (tokens(4), sums, sums)
-  entries = jax.ShapeDtypeStruct((100, FIELDS), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+  entries = jax.ShapeDtypeStruct((100, FIELDS), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)
 
   def call(*arrays):
-    *arrays, tiles_NF, number = arrays
-    return kernel(*arrays, Schedule(tiles_NF, number), form, num_sms=132)
+    *arrays, tiles_NF, counts = arrays
+    return kernel(*arrays, TileList(tiles_NF, counts), form, num_sms=132)
 
   return Case(call, (tokens(4), tokens(2), tokens(2), *backward, *entries))
 

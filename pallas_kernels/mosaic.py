@@ -49,7 +49,7 @@ def kernel(body, *, out_type, interpret: bool, **options) -> collections.abc.Cal
     _require_threads(options.get("num_threads") or 1, options.get("cluster", ()))
 
   def launch(*operands):
-    varying = frozenset().union(*(jax.typeof(x).mat.varying for x in operands))
+    varying = frozenset().union(*(jax.typeof(x).mat.varying for x in jax.tree.leaves(operands)))
     # A manual_axis_type in out_type is dropped on the way (JAX 0.11.2), so the result is cast.
     results = plgpu.kernel(body, out_type=out_type, interpret=_INTERPRET if interpret else None, **options)(*operands)
     return jax.lax.pcast(results, tuple(varying), to="varying") if varying else results

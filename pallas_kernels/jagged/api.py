@@ -6,6 +6,7 @@ Dimension key: T query tokens, S key tokens, B rows, H query heads, G key heads,
 import functools
 import math
 from collections.abc import Sequence
+from types import ModuleType
 from typing import NamedTuple
 
 import jax
@@ -14,10 +15,12 @@ import numpy as np
 
 from pallas_kernels import dispatch, row_offsets
 from pallas_kernels.jagged import reference
+from pallas_kernels.jagged import schedule as schedules
 from pallas_kernels.jagged.activations import ACTIVATIONS
 from pallas_kernels.jagged.bias import RelativeBias
 from pallas_kernels.jagged.form import SOFTMAX, Form
 from pallas_kernels.jagged.geometry import Mask
+from pallas_kernels.jagged.schedule import Schedule
 
 _OP = "jagged.attention"
 
@@ -30,6 +33,42 @@ class _Arguments(NamedTuple):
   q_offsets: jax.Array
   k_offsets: jax.Array
   history_B: jax.Array | None  # tokens of a row that are no targets
+  schedule: Schedule | None
+
+
+def make_schedule(
+  q_offsets: jax.Array,
+  k_offsets: jax.Array | None = None,
+  *,
+  num_queries: int,
+  num_keys: int | None = None,
+  causal: bool = False,
+  window: int | None = None,
+  block: int | None = None,
+  num_targets: jax.Array | None = None,
+) -> Schedule:
+  """Who computes what in the kernels: made once for a batch, on the device, for all layers and the backward pass.
+
+  Tiles of rows, longest first, dealt out to the SMs in a zigzag. A call without one makes its own.
+
+  Args:
+    q_offsets: as of the calls; with broadcast_q of L queries, jnp.arange(B + 1, dtype=jnp.int32) * L.
+    k_offsets: of the keys; None: those of the queries.
+    num_queries: T of the calls; with broadcast_q B * L.
+    num_keys: S of the calls; None: num_queries.
+    causal: as of the calls, and so are the next three.
+    window: likewise.
+    block: likewise.
+    num_targets: likewise.
+
+  Returns:
+    For `schedule=`; its `imbalance(heads, num_sms)` predicts how uneven the SMs' shares are.
+  """
+  num_keys = num_queries if num_keys is None else num_keys
+  mask = _mask(causal, window, block, num_targets)
+  q_offsets, k_offsets = _offsets(q_offsets, k_offsets, num_queries, num_keys, False, num_targets, None)
+  history_B = _history(num_targets, q_offsets)
+  return schedules.make(q_offsets, k_offsets, history_B, mask, num_queries, num_keys)
 
 
 def attention(
@@ -48,6 +87,7 @@ def attention(
   num_targets: jax.Array | None = None,
   bias: RelativeBias | None = None,
   broadcast_q: bool = False,
+  schedule: Schedule | None = None,
   implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
   """Attention inside the rows of packed tokens: o = p v, p = post_scale * act(pre_scale * (q . k) + bias).
@@ -76,7 +116,8 @@ def attention(
     num_targets: int32[B]: the last so many tokens of a row are seen by themselves alone, and see all before them.
     bias: added to scaled scores; of queries and keys that are the same tokens.
     broadcast_q: every row has these queries.
-    implementation: "reference", "interpret", "hopper"; None takes "hopper" where it can serve, else "reference".
+    schedule: of `jagged.make_schedule` for these offsets and this mask, so that kernels need not make one.
+    implementation: "reference", "interpret", "hopper". None takes "reference": the kernels have not run on a GPU yet.
 
   Returns:
     o_THK in the dtype of q; with broadcast_q [B * L, H, K].
@@ -91,14 +132,14 @@ def attention(
   form = _form(activation, pre_scale, post_scale, mask, broadcast_q, *q_THK.shape[1:])
   q_offsets, k_offsets = _offsets(q_offsets, k_offsets, len(q_THK), len(k_SGK), broadcast_q, num_targets, bias)
   dispatch.refuse_sharded(_OP, q_THK=q_THK, k_SGK=k_SGK, v_SGK=v_SGK, q_offsets=q_offsets, k_offsets=k_offsets)
-  history_B = None
-  if num_targets is not None:
-    history_B = jnp.diff(q_offsets) - _checked_targets(num_targets, len(q_offsets) - 1)
+  history_B = _history(num_targets, q_offsets)
+  _check_schedule(schedule, mask, len(q_THK) * (len(q_offsets) - 1 if broadcast_q else 1), len(k_SGK))
   if bias is not None:
     bias = jax.tree.map(jnp.asarray, bias)
     bias.check(_OP, len(q_THK))
-  chosen = dispatch.choose(_OP, implementation, lambda: "its kernels are not there yet")
-  return _attention(form, chosen, _Arguments(q_THK, k_SGK, v_SGK, bias, q_offsets, k_offsets, history_B))
+  unsupported = lambda: _kernels().unsupported(q_THK.dtype, q_THK.shape[2], form, has_bias=bias is not None)
+  chosen = dispatch.choose(_OP, "reference" if implementation is None else implementation, unsupported)
+  return _attention(form, chosen, _Arguments(q_THK, k_SGK, v_SGK, bias, q_offsets, k_offsets, history_B, schedule))
 
 
 def _check_tokens(q_THK, k_SGK, v_SGK) -> None:
@@ -171,13 +212,31 @@ def _offsets(q_offsets, k_offsets, num_q, num_k, broadcast_q, num_targets, bias)
   return jnp.asarray(q_offsets), jnp.asarray(k_offsets)
 
 
-def _checked_targets(num_targets, num_rows: int) -> jax.Array:
-  num_targets = jnp.asarray(num_targets)
+def _history(num_targets, q_offsets: jax.Array) -> jax.Array | None:
+  """Tokens of each row that are no targets."""
+  if num_targets is None:
+    return None
+  num_targets, num_rows = jnp.asarray(num_targets), len(q_offsets) - 1
   if num_targets.dtype != jnp.int32 or num_targets.shape != (num_rows,):
     raise ValueError(
       f"{_OP}: num_targets must be int32[{num_rows}], one for each row, got {num_targets.dtype}{num_targets.shape}"
     )
-  return num_targets
+  return jnp.diff(q_offsets) - num_targets
+
+
+def _check_schedule(schedule: Schedule | None, mask: Mask, num_queries: int, num_keys: int) -> None:
+  if schedule is None:
+    return
+  made = dict(mask=schedule.mask, num_queries=schedule.num_queries, num_keys=schedule.num_keys)
+  asked = dict(mask=mask, num_queries=num_queries, num_keys=num_keys)
+  if made != asked:
+    raise ValueError(f"{_OP}: schedule is for {made}, and this call has {asked}; make one with its mask and tokens")
+
+
+def _kernels() -> ModuleType:
+  from pallas_kernels.jagged import hopper  # a second to import, and of no use on most machines
+
+  return hopper
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -186,23 +245,43 @@ def _attention(form: Form, implementation: str, arguments: _Arguments) -> jax.Ar
   return _with_sums(form, implementation, arguments)[0]
 
 
-def _with_sums(form: Form, implementation: str, a: _Arguments) -> tuple[jax.Array, jax.Array | None]:
-  return reference.forward(a.q_THK, a.k_SGK, a.v_SGK, a.q_offsets, a.k_offsets, a.history_B, a.bias, form)
+def _with_sums(form: Form, implementation: str, a: _Arguments) -> tuple[jax.Array, jax.Array | None, Schedule | None]:
+  """o, the sums of softmax, and the schedule that a kernel used."""
+  if implementation == "reference":
+    o_THK, lse_HT = reference.forward(a.q_THK, a.k_SGK, a.v_SGK, a.q_offsets, a.k_offsets, a.history_B, a.bias, form)
+    return o_THK, lse_HT, None
+  q_THK, schedule = _for_every_row(form, a), a.schedule
+  if schedule is None:
+    schedule = schedules.make(a.q_offsets, a.k_offsets, a.history_B, form.mask, len(q_THK), len(a.k_SGK))
+  o_THK, lse_HT = _kernels().forward(q_THK, a.k_SGK, a.v_SGK, schedule, form, interpret=implementation == "interpret")
+  return o_THK, lse_HT, schedule
+
+
+def _for_every_row(form: Form, a: _Arguments) -> jax.Array:
+  return jnp.tile(a.q_THK, (len(a.q_offsets) - 1, 1, 1)) if form.broadcast_q else a.q_THK
 
 
 def _forward(form, implementation, arguments):
-  o_THK, lse_HT = _with_sums(form, implementation, arguments)
-  return o_THK, (arguments, o_THK if form.is_softmax else None, lse_HT)
+  o_THK, lse_HT, schedule = _with_sums(form, implementation, arguments)
+  return o_THK, (arguments, schedule, o_THK if form.is_softmax else None, lse_HT)
 
 
 def _backward(form, implementation, kept, d_o_THK):
-  a, o_THK, lse_HT = kept
-  d = reference.backward(
-    a.q_THK, a.k_SGK, a.v_SGK, a.q_offsets, a.k_offsets, a.history_B, a.bias, o_THK, lse_HT, d_o_THK, form
-  )
-  no = lambda integers: None if integers is None else np.zeros(integers.shape, jax.dtypes.float0)
+  a, schedule, o_THK, lse_HT = kept
+  if implementation == "reference":
+    d = reference.backward(
+      a.q_THK, a.k_SGK, a.v_SGK, a.q_offsets, a.k_offsets, a.history_B, a.bias, o_THK, lse_HT, d_o_THK, form
+    )
+  else:
+    arrays = _for_every_row(form, a), a.k_SGK, a.v_SGK, o_THK, lse_HT, d_o_THK
+    d = _kernels().backward(*arrays, schedule, form, interpret=implementation == "interpret")
+    if form.broadcast_q:
+      d_q_BLHK = d.q_THK.reshape(len(a.q_offsets) - 1, *a.q_THK.shape)
+      d = d._replace(q_THK=jnp.sum(d_q_BLHK, axis=0, dtype=jnp.float32).astype(a.q_THK.dtype))
+  no = lambda integers: np.zeros(integers.shape, jax.dtypes.float0)
   d_bias = None if a.bias is None else RelativeBias(d.position, d.time, no(a.bias.timestamps))
-  return (_Arguments(d.q_THK, d.k_SGK, d.v_SGK, d_bias, *map(no, (a.q_offsets, a.k_offsets, a.history_B))),)
+  rest = jax.tree.map(no, (a.q_offsets, a.k_offsets, a.history_B, a.schedule))
+  return (_Arguments(d.q_THK, d.k_SGK, d.v_SGK, d_bias, *rest),)
 
 
 _attention.defvjp(_forward, _backward)

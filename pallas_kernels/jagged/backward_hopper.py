@@ -15,6 +15,7 @@ warpgroup and of a step.
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +27,9 @@ from pallas_kernels import device, mosaic
 from pallas_kernels.jagged import common_hopper as common
 from pallas_kernels.jagged import rows, schedule
 from pallas_kernels.jagged.form import Form
-from pallas_kernels.jagged.schedule import ALIGNMENT, Field, Schedule
+from pallas_kernels.jagged.schedule import ALIGNMENT, TILE, Field, TileList
+from pallas_kernels.jagged.schedule import BACKWARD_STEP as STEP
 
-TILE = 2 * rows.ROWS  # of an item
-STEP = 64
 _STAGES = 2  # steps on their way
 _ITEMS = 2  # of a block that are there: one is used, one arrives
 _SMS_OF_A_TEST = 2  # the interpreter has no device to ask
@@ -38,31 +38,20 @@ _LOG2_E = math.log2(math.e)
 
 @functools.partial(jax.jit, static_argnames=("form", "num_sms", "interpret"))
 def query_gradient(
-  q_THK, k_SGK, v_SGK, d_o_THK, lse_HT, delta_HT, tiles: Schedule, form: Form, *, num_sms=None, interpret: bool = False
+  q_THK, k_SGK, v_SGK, d_o_THK, lse_HT, delta_HT, tiles: TileList, form: Form, *, num_sms=None, interpret: bool = False
 ) -> jax.Array:
-  """d_q_THK; `tiles` are of `schedule.over_queries` with TILE and STEP, lse and delta are None without softmax."""
-  width = q_THK.shape[2]
-  own, others = (q_THK, d_o_THK), (k_SGK, v_SGK)
-  kernel = functools.partial(_query_kernel, form=form, interpret=interpret)
-  out = jax.ShapeDtypeStruct(q_THK.shape, q_THK.dtype)
-  (d_q_THK,) = _launch(
-    "jagged_query_gradient", kernel, (out,), own, others, _sums(lse_HT, delta_HT), tiles, width, False, num_sms, interpret
-  )
-  return d_q_THK
+  """d_q_THK, zeros for tokens in no row; lse and delta are None without softmax."""
+  arrays = _Arrays(of_items=(q_THK, d_o_THK), of_steps=(k_SGK, v_SGK), item_sums=_sums(lse_HT, delta_HT))
+  return _launch("jagged_query_gradient", _query_kernel, (q_THK,), arrays, tiles, form, num_sms, interpret)[0]
 
 
 @functools.partial(jax.jit, static_argnames=("form", "num_sms", "interpret"))
 def key_gradients(
-  q_THK, k_SGK, v_SGK, d_o_THK, lse_HT, delta_HT, tiles: Schedule, form: Form, *, num_sms=None, interpret: bool = False
+  q_THK, k_SGK, v_SGK, d_o_THK, lse_HT, delta_HT, tiles: TileList, form: Form, *, num_sms=None, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-  """(d_k_SGK, d_v_SGK); `tiles` are of `schedule.over_keys` with TILE and STEP."""
-  width = q_THK.shape[2]
-  own, others = (k_SGK, v_SGK), (q_THK, d_o_THK)
-  kernel = functools.partial(_key_kernel, form=form, interpret=interpret)
-  outs = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in own)
-  return _launch(
-    "jagged_key_gradients", kernel, outs, own, others, _sums(lse_HT, delta_HT), tiles, width, True, num_sms, interpret
-  )
+  """(d_k_SGK, d_v_SGK), zeros for tokens in no row; lse and delta are None without softmax."""
+  arrays = _Arrays(of_items=(k_SGK, v_SGK), of_steps=(q_THK, d_o_THK), step_sums=_sums(lse_HT, delta_HT))
+  return _launch("jagged_key_gradients", _key_kernel, (k_SGK, v_SGK), arrays, tiles, form, num_sms, interpret)
 
 
 def _sums(lse_HT, delta_HT) -> tuple[jax.Array, ...]:
@@ -70,186 +59,202 @@ def _sums(lse_HT, delta_HT) -> tuple[jax.Array, ...]:
   return () if lse_HT is None else (lse_HT, delta_HT)
 
 
-def _launch(name, kernel, outs, own, others, sums, tiles, width, steps_have_sums, num_sms, interpret):
-  """Tiles of `own` arrays are there once an item, steps of `others` again and again; sums are of the queries."""
+class _Arrays(NamedTuple):
+  """What a kernel reads, in memory or in shared memory: of its item once, and of every step."""
+
+  of_items: tuple  # [tokens, heads, K]
+  of_steps: tuple
+  item_sums: tuple = ()  # [heads, tokens], f32
+  step_sums: tuple = ()
+
+
+def _launch(name, kernel, results, arrays: _Arrays, tiles: TileList, form: Form, num_sms, interpret) -> tuple:
+  """Results of the shapes and dtypes of `results`."""
   if num_sms is None:
     num_sms = _SMS_OF_A_TEST if interpret else device.num_sms()
+  width, dtype = results[0].shape[2], results[0].dtype
   reach = TILE * interpret  # copies that reach past the end of an array are not for the interpreter
   pad = lambda a_THK: jnp.pad(a_THK, ((0, -len(a_THK) % ALIGNMENT + reach), (0, 0), (0, 0)))
-  sums = tuple(jnp.pad(a_HT, ((0, 0), (0, -a_HT.shape[1] % ALIGNMENT + reach))) for a_HT in sums)
-  transforms = mosaic.operand_transforms()
-  tile = lambda a: plgpu.SMEM((_ITEMS, 2, rows.ROWS, width), a.dtype, transforms=transforms)
-  step = lambda a: plgpu.SMEM((_STAGES, STEP, width), a.dtype, transforms=transforms)
-  numbers = lambda: plgpu.SMEM((_STAGES, STEP) if steps_have_sums else (_ITEMS, 2, rows.ROWS), jnp.float32)
-  own_arrivals = 2 * len(own) + 1 + (0 if steps_have_sums else 2 * len(sums))
+  pad_sums = lambda a_HT: jnp.pad(a_HT, ((0, 0), (0, -a_HT.shape[1] % ALIGNMENT + reach)))
+  shared = functools.partial(plgpu.SMEM, transforms=mosaic.operand_transforms())
+  scratch = _Arrays(
+    tuple(shared((_ITEMS, 2, rows.ROWS, width), dtype) for _ in arrays.of_items),
+    tuple(shared((_STAGES, STEP, width), dtype) for _ in arrays.of_steps),
+    tuple(plgpu.SMEM((_ITEMS, 2, rows.ROWS), jnp.float32) for _ in arrays.item_sums),
+    tuple(plgpu.SMEM((_STAGES, STEP), jnp.float32) for _ in arrays.step_sums),
+  )
+  copies_of_item = 2 * len(arrays.of_items + arrays.item_sums) + 1  # two halves of a tile, and the entry
   return mosaic.kernel(
-    functools.partial(kernel, num_sms=num_sms, num_sums=len(sums)),
-    out_type=outs,
+    functools.partial(kernel, form=form, num_sms=num_sms, interpret=interpret),
+    out_type=tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in results),
     grid=(num_sms,),
     grid_names=("sm",),
     num_threads=3,
     thread_name="wg",
     scratch_types=[
-      *map(tile, own),
-      *map(step, others),
-      *(numbers() for _ in sums),
+      scratch,
       plgpu.SMEM((_ITEMS, schedule.FIELDS), jnp.int32),
-      plgpu.Barrier(num_arrivals=own_arrivals, num_barriers=_ITEMS),
+      plgpu.Barrier(num_arrivals=copies_of_item, num_barriers=_ITEMS),
       plgpu.Barrier(num_arrivals=2, num_barriers=_ITEMS),
-      plgpu.Barrier(num_arrivals=2 + len(sums) * steps_have_sums, num_barriers=_STAGES),
+      plgpu.Barrier(num_arrivals=len(arrays.of_steps + arrays.step_sums), num_barriers=_STAGES),
       plgpu.Barrier(num_arrivals=2, num_barriers=_STAGES),
     ],
     compiler_params=plgpu.CompilerParams(approx_math=True),
     kernel_name=name,
     interpret=interpret,
-  )(*map(pad, own), *map(pad, others), *sums, tiles.tiles_NF, tiles.number)
+  )(
+    _Arrays(
+      tuple(map(pad, arrays.of_items)),
+      tuple(map(pad, arrays.of_steps)),
+      tuple(map(pad_sums, arrays.item_sums)),
+      tuple(map(pad_sums, arrays.step_sums)),
+    ),
+    *tiles,
+  )
 
 
-def _load(items: common.Items, own, others, tiles_ref, entry_smem, own_sums, steps_of, barriers):
-  """The loading warpgroup: (ref, smem) pairs of tiles and of steps.
+class _Barriers(NamedTuple):
+  item_full: jax.Array
+  item_free: jax.Array
+  full: jax.Array
+  free: jax.Array
 
-  own_sums: (ref, smem) pairs of numbers that belong to tiles. steps_of: (entry, item's head) -> list of heads... of
-  each round through the steps, and pairs of numbers that belong to steps.
-  """
-  own_full, own_free, full, free = barriers
-  rounds, step_sums, head_of_tile, head_of_step = steps_of
+
+def _load(items: common.Items, refs: _Arrays, smem: _Arrays, tiles_ref, entry_smem, barriers: _Barriers, heads_of_step):
+  """The loading warpgroup, which goes through the steps of an item once for each of `heads_of_step(head)`."""
+  plgpu.set_max_registers(24, action="decrease")
 
   def load_item(n, step):
     (entry, head), slot = items[n], lax.rem(n, _ITEMS)
-    pl.when(n >= _ITEMS)(lambda: plgpu.barrier_wait(own_free.at[slot]))
+    pl.when(n >= _ITEMS)(lambda: plgpu.barrier_wait(barriers.item_free.at[slot]))
     token = pl.multiple_of(tiles_ref[entry, Field.TOKEN], ALIGNMENT)
+    full = barriers.item_full.at[slot]
     for w in range(2):
       run = pl.ds(token + w * rows.ROWS, rows.ROWS)
-      for ref, smem in own:
-        plgpu.copy_gmem_to_smem(ref.at[run, head_of_tile(head)], smem.at[slot, w], own_full.at[slot])
-      for ref, smem in own_sums:
-        plgpu.copy_gmem_to_smem(ref.at[head, run], smem.at[slot, w], own_full.at[slot])
-    plgpu.copy_gmem_to_smem(tiles_ref.at[entry], entry_smem.at[slot], own_full.at[slot])
-    other, steps = pl.multiple_of(tiles_ref[entry, Field.OTHER_TOKEN], ALIGNMENT), tiles_ref[entry, Field.STEPS]
+      for ref, own in zip(refs.of_items, smem.of_items):
+        plgpu.copy_gmem_to_smem(ref.at[run, head], own.at[slot, w], full)
+      for ref, own in zip(refs.item_sums, smem.item_sums):
+        plgpu.copy_gmem_to_smem(ref.at[head, run], own.at[slot, w], full)
+    plgpu.copy_gmem_to_smem(tiles_ref.at[entry], entry_smem.at[slot], full)
+    other = pl.multiple_of(tiles_ref[entry, Field.OTHER_TOKEN], ALIGNMENT)
 
-    def load_step(t, step):
-      stage, run = lax.rem(step, _STAGES), pl.ds(other + lax.rem(t, steps) * STEP, STEP)
-      step_head = head_of_step(head, lax.div(t, steps))
-      pl.when(step >= _STAGES)(lambda: plgpu.barrier_wait(free.at[stage]))
-      for ref, smem in others:
-        plgpu.copy_gmem_to_smem(ref.at[run, step_head], smem.at[stage], full.at[stage])
-      for ref, smem in step_sums:
-        plgpu.copy_gmem_to_smem(ref.at[step_head, run], smem.at[stage], full.at[stage])
+    def load_step(step_head, t, step):
+      stage, run = lax.rem(step, _STAGES), pl.ds(other + t * STEP, STEP)
+      pl.when(step >= _STAGES)(lambda: plgpu.barrier_wait(barriers.free.at[stage]))
+      for ref, own in zip(refs.of_steps, smem.of_steps):
+        plgpu.copy_gmem_to_smem(ref.at[run, step_head], own.at[stage], barriers.full.at[stage])
+      for ref, own in zip(refs.step_sums, smem.step_sums):
+        plgpu.copy_gmem_to_smem(ref.at[step_head, run], own.at[stage], barriers.full.at[stage])
       return step + 1
 
-    return lax.fori_loop(0, rounds * steps, load_step, step)
+    for step_head in heads_of_step(head):
+      step = lax.fori_loop(0, tiles_ref[entry, Field.STEPS], functools.partial(load_step, step_head), step)
+    return step
 
   steps = lax.fori_loop(0, items.number, load_item, jnp.int32(0))
-  common.wait_for_last(items.number, _ITEMS, own_free)
-  common.wait_for_last(steps, _STAGES, free)
+  common.wait_for_last(items.number, _ITEMS, barriers.item_free)
+  common.wait_for_last(steps, _STAGES, barriers.free)
 
 
-def _query_kernel(q_ref, d_o_ref, k_ref, v_ref, *rest, form: Form, num_sms, num_sums, interpret):
-  sum_refs, (tiles_ref, number_ref, d_q_ref, q_smem, d_o_smem, k_smem, v_smem, *rest) = rest[:num_sums], rest[num_sums:]
-  sum_smems, (entry_smem, *barriers) = rest[:num_sums], rest[num_sums:]
-  own_full, own_free, full, free = barriers
-  wg, sm, heads = lax.axis_index("wg"), lax.axis_index("sm"), q_ref.shape[1]
-  group = heads // k_ref.shape[1]
-  items = common.Items(number_ref[0], heads, sm, num_sms)
+def _query_kernel(refs, tiles_ref, counts_ref, d_q_ref, smem, entry_smem, *barriers, form: Form, num_sms, interpret):
+  barriers, wg, sm = _Barriers(*barriers), lax.axis_index("wg"), lax.axis_index("sm")
+  heads, width = d_q_ref.shape[1:]
+  group = heads // refs.of_steps[0].shape[1]
+  items = common.Items(counts_ref[0], heads, sm, num_sms)
 
   def load():
-    plgpu.set_max_registers(40, action="decrease")
-    own, others = ((q_ref, q_smem), (d_o_ref, d_o_smem)), ((k_ref, k_smem), (v_ref, v_smem))
-    steps_of = 1, (), lambda head: head, lambda head, turn: lax.div(head, group)
-    _load(items, own, others, tiles_ref, entry_smem, tuple(zip(sum_refs, sum_smems)), steps_of, barriers)
-
-  def compute():
-    plgpu.set_max_registers(232, action="increase")
-
-    def compute_item(n, step):
-      (_, head), slot = items[n], lax.rem(n, _ITEMS)
-      plgpu.barrier_wait(own_full.at[slot])
-      entry = {field: entry_smem[slot, field] for field in Field}
-      first = wg * rows.ROWS
-      q, d_o = q_smem.at[slot, wg], d_o_smem.at[slot, wg]
-      sums = [plgpu.load(smem.at[slot, wg], layout=plgpu.Layout.WGMMA.reduce(1)) for smem in sum_smems]
-
-      def compute_step(t, d_q_QK):
-        stage = lax.rem(step + t, _STAGES)
-        plgpu.barrier_wait(full.at[stage])
-        masked, key = common.is_masked(entry, t), entry[Field.OTHER_TOKEN] + t * STEP
-        row = entry[Field.OTHER_BEGIN], entry[Field.OTHER_END]
-        k_CK = rows.clear_others(k_smem.at[stage], masked, key, *row, interpret=interpret)
-        s_QC, d_p_QC = _two_products((q, k_smem.at[stage]), (d_o, v_smem.at[stage]))
-        visible = lambda: common.visible(form, entry, first, key, s_QC.shape, queries=0)
-        _, d_s_QC = _weights(form, s_QC, d_p_QC, sums, masked, visible, queries=0)
-        d_q_QK = mosaic.mma(d_q_QK, d_s_QC.astype(q_ref.dtype), k_CK, interpret=interpret)
-        plgpu.barrier_arrive(free.at[stage])
-        return d_q_QK
-
-      d_q_QK = lax.fori_loop(0, entry[Field.STEPS], compute_step, _zeros(q_ref.shape[2]))
-      plgpu.commit_smem()  # what was read by plain loads will be overwritten by copies
-      plgpu.barrier_arrive(own_free.at[slot])
-      place = head, entry[Field.TOKEN] + first, entry[Field.BEGIN], entry[Field.END]
-      rows.store(_scaled(d_q_QK, _score_scale(form)), d_q_ref, *place, interpret=interpret)
-      return step + entry[Field.STEPS]
-
-    lax.fori_loop(0, items.number, compute_item, jnp.int32(0))
-
-  lax.cond(wg < 2, compute, load)
-
-
-def _key_kernel(k_ref, v_ref, q_ref, d_o_ref, *rest, form: Form, num_sms, num_sums, interpret):
-  sum_refs, rest = rest[:num_sums], rest[num_sums:]
-  tiles_ref, number_ref, d_k_ref, d_v_ref, k_smem, v_smem, q_smem, d_o_smem, *rest = rest
-  sum_smems, (entry_smem, *barriers) = rest[:num_sums], rest[num_sums:]
-  own_full, own_free, full, free = barriers
-  wg, sm, key_heads = lax.axis_index("wg"), lax.axis_index("sm"), k_ref.shape[1]
-  group = q_ref.shape[1] // key_heads
-  items = common.Items(number_ref[0], key_heads, sm, num_sms)
-
-  def load():
-    plgpu.set_max_registers(24, action="decrease")
-    own, others = ((k_ref, k_smem), (v_ref, v_smem)), ((q_ref, q_smem), (d_o_ref, d_o_smem))
-    sums = tuple(zip(sum_refs, sum_smems))
-    steps_of = group, sums, lambda head: head, lambda head, turn: head * group + turn
-    _load(items, own, others, tiles_ref, entry_smem, (), steps_of, barriers)
+    _load(items, refs, smem, tiles_ref, entry_smem, barriers, lambda head: [lax.div(head, group)])
 
   def compute():
     plgpu.set_max_registers(240, action="increase")
 
     def compute_item(n, step):
       (_, head), slot = items[n], lax.rem(n, _ITEMS)
-      plgpu.barrier_wait(own_full.at[slot])
+      plgpu.barrier_wait(barriers.item_full.at[slot])
       entry = {field: entry_smem[slot, field] for field in Field}
       first = wg * rows.ROWS
-      k, v = k_smem.at[slot, wg], v_smem.at[slot, wg]
+      q_smem, d_o_smem = (own.at[slot, wg] for own in smem.of_items)
+      sums = [plgpu.load(own.at[slot, wg], layout=plgpu.Layout.WGMMA.reduce(1)) for own in smem.item_sums]
 
-      def compute_step(t, carry):
-        d_k_QK, d_v_QK = carry
+      def compute_step(t, d_q_QK):
         stage = lax.rem(step + t, _STAGES)
-        plgpu.barrier_wait(full.at[stage])
-        turn = lax.rem(t, entry[Field.STEPS])
-        masked, query = common.is_masked(entry, turn), entry[Field.OTHER_TOKEN] + turn * STEP
-        row = entry[Field.OTHER_BEGIN], entry[Field.OTHER_END]
+        plgpu.barrier_wait(barriers.full.at[stage])
+        k_smem, v_smem = (own.at[stage] for own in smem.of_steps)
+        masked, key = common.is_masked(entry, t), entry[Field.OTHER_TOKEN] + t * STEP
+        k_CK = common.clear_others(k_smem, masked, key, entry, interpret=interpret)
+        s_QC, d_p_QC = _two_products((q_smem, k_smem), (d_o_smem, v_smem))
+        visible = lambda: common.visible(form, entry, first, key, s_QC.shape, queries=0)
+        _, d_s_QC = _weights(form, s_QC, d_p_QC, sums, masked, visible, queries=0)
+        d_q_QK = mosaic.mma(d_q_QK, d_s_QC.astype(d_q_ref.dtype), k_CK, interpret=interpret)
+        plgpu.barrier_arrive(barriers.free.at[stage])
+        return d_q_QK
+
+      d_q_QK = lax.fori_loop(0, entry[Field.STEPS], compute_step, _zeros(width))
+      plgpu.commit_smem()  # what was read by plain loads will be overwritten by copies
+      plgpu.barrier_arrive(barriers.item_free.at[slot])
+      place = head, entry[Field.TOKEN] + first, entry[Field.BEGIN], entry[Field.END]
+      rows.store(_scaled(d_q_QK, _score_scale(form)), d_q_ref, *place, interpret=interpret)
+      return step + entry[Field.STEPS]
+
+    lax.fori_loop(0, items.number, compute_item, jnp.int32(0))
+    common.clear_tail(d_q_ref, counts_ref[1], 2 * sm + wg, 2 * num_sms, interpret=interpret)
+
+  lax.cond(wg < 2, compute, load)
+
+
+def _key_kernel(
+  refs, tiles_ref, counts_ref, d_k_ref, d_v_ref, smem, entry_smem, *barriers, form: Form, num_sms, interpret
+):
+  barriers, wg, sm = _Barriers(*barriers), lax.axis_index("wg"), lax.axis_index("sm")
+  key_heads, width = d_k_ref.shape[1:]
+  group = refs.of_steps[0].shape[1] // key_heads
+  items = common.Items(counts_ref[0], key_heads, sm, num_sms)
+
+  def load():
+    heads_of_step = lambda head: [head * group + member for member in range(group)]
+    _load(items, refs, smem, tiles_ref, entry_smem, barriers, heads_of_step)
+
+  def compute():
+    plgpu.set_max_registers(240, action="increase")
+
+    def compute_item(n, step):
+      (_, head), slot = items[n], lax.rem(n, _ITEMS)
+      plgpu.barrier_wait(barriers.item_full.at[slot])
+      entry = {field: entry_smem[slot, field] for field in Field}
+      first = wg * rows.ROWS
+      k_smem, v_smem = (own.at[slot, wg] for own in smem.of_items)
+
+      def compute_step(n, carry):
+        d_k_QK, d_v_QK = carry
+        stage, t = lax.rem(step + n, _STAGES), lax.rem(n, entry[Field.STEPS])
+        plgpu.barrier_wait(barriers.full.at[stage])
+        q_smem, d_o_smem = (own.at[stage] for own in smem.of_steps)
+        masked, query = common.is_masked(entry, t), entry[Field.OTHER_TOKEN] + t * STEP
         q_CK, d_o_CK = (
-          rows.clear_others(smem.at[stage], masked, query, *row, interpret=interpret) for smem in (q_smem, d_o_smem)
+          common.clear_others(own, masked, query, entry, interpret=interpret) for own in (q_smem, d_o_smem)
         )
-        sums = [plgpu.load(smem.at[stage], layout=plgpu.Layout.WGMMA.reduce(0)) for smem in sum_smems]
-        s_QC, d_p_QC = _two_products((k, q_smem.at[stage]), (v, d_o_smem.at[stage]))
+        sums = [plgpu.load(own.at[stage], layout=plgpu.Layout.WGMMA.reduce(0)) for own in smem.step_sums]
+        s_QC, d_p_QC = _two_products((k_smem, q_smem), (v_smem, d_o_smem))
         visible = lambda: common.visible(form, entry, first, query, s_QC.shape, queries=1)
         p_QC, d_s_QC = _weights(form, s_QC, d_p_QC, sums, masked, visible, queries=1)
-        d_v_QK = mosaic.mma(d_v_QK, p_QC.astype(q_ref.dtype), d_o_CK, interpret=interpret)
-        d_k_QK = mosaic.mma(d_k_QK, d_s_QC.astype(q_ref.dtype), q_CK, interpret=interpret)
+        d_v_QK = mosaic.mma(d_v_QK, p_QC.astype(d_v_ref.dtype), d_o_CK, interpret=interpret)
+        d_k_QK = mosaic.mma(d_k_QK, d_s_QC.astype(d_k_ref.dtype), q_CK, interpret=interpret)
         plgpu.commit_smem()  # sums were read by plain loads
-        plgpu.barrier_arrive(free.at[stage])
+        plgpu.barrier_arrive(barriers.free.at[stage])
         return d_k_QK, d_v_QK
 
-      steps, zeros = group * entry[Field.STEPS], _zeros(k_ref.shape[2])
+      steps, zeros = group * entry[Field.STEPS], _zeros(width)
       d_k_QK, d_v_QK = lax.fori_loop(0, steps, compute_step, (zeros, zeros))
       plgpu.commit_smem()
-      plgpu.barrier_arrive(own_free.at[slot])
+      plgpu.barrier_arrive(barriers.item_free.at[slot])
       place = head, entry[Field.TOKEN] + first, entry[Field.BEGIN], entry[Field.END]
       rows.store(_scaled(d_k_QK, _score_scale(form)), d_k_ref, *place, interpret=interpret)
       rows.store(_scaled(d_v_QK, form.post_scale), d_v_ref, *place, interpret=interpret)
       return step + steps
 
     lax.fori_loop(0, items.number, compute_item, jnp.int32(0))
+    for out_ref in (d_k_ref, d_v_ref):
+      common.clear_tail(out_ref, counts_ref[1], 2 * sm + wg, 2 * num_sms, interpret=interpret)
 
   lax.cond(wg < 2, compute, load)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.jagged import schedule
+from pallas_kernels.jagged import rows, schedule
 from pallas_kernels.jagged.form import Form
 from pallas_kernels.jagged.schedule import Field
 
@@ -43,6 +43,26 @@ def visible(form: Form, entry, first, other, shape: tuple[int, int], *, queries:
   i, j = (own, others) if queries == 0 else (others, own)
   seen = form.mask.visible(i, j, entry[Field.HISTORY])
   return inside if seen is None else inside & seen
+
+
+def clear_others(operand_smem, masked, other, entry, *, interpret: bool):
+  """The operand of a step whose first token is `other`; in a masked one, zeros for the tokens of other rows."""
+  row = entry[Field.OTHER_BEGIN], entry[Field.OTHER_END]
+  return rows.clear_others(operand_smem, masked, other, *row, interpret=interpret)
+
+
+def clear_tail(out_ref, begin, worker, workers: int, *, interpret: bool) -> None:
+  """Zeros for the tokens from `begin` on, which belong to no row; the warpgroups of all SMs share them."""
+  num_tokens, heads, width = out_ref.shape
+  pieces = lax.div(num_tokens - begin + rows.ROWS - 1, rows.ROWS) * heads
+
+  def clear(n, _):
+    piece = worker + n * workers
+    zeros = plgpu.layout_cast(jnp.zeros((rows.ROWS, width), jnp.float32), plgpu.Layout.WGMMA)
+    token = begin + lax.div(piece, heads) * rows.ROWS
+    rows.store(zeros, out_ref, lax.rem(piece, heads), token, begin, num_tokens, interpret=interpret)
+
+  lax.fori_loop(0, lax.div(jnp.maximum(pieces - worker + workers - 1, 0), workers), clear, None)
 
 
 def wait_for_last(number, slots: int, *barriers) -> None:

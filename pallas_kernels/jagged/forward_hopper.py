@@ -26,10 +26,9 @@ from pallas_kernels import device, mosaic
 from pallas_kernels.jagged import common_hopper as common
 from pallas_kernels.jagged import rows, schedule
 from pallas_kernels.jagged.form import Form
-from pallas_kernels.jagged.schedule import Field, Schedule
+from pallas_kernels.jagged.schedule import FORWARD_STEP as STEP
+from pallas_kernels.jagged.schedule import TILE, Field, TileList
 
-TILE = 2 * rows.ROWS  # queries of an item
-STEP = 128  # keys of a step
 _ITEMS = 2  # of a block whose queries are there: one is used, one arrives
 _SMS_OF_A_TEST = 2  # the interpreter has no device to ask
 _LOG2_E = math.log2(math.e)
@@ -51,20 +50,22 @@ def forward(
   q_THK: jax.Array,
   k_SGK: jax.Array,
   v_SGK: jax.Array,
-  tiles: Schedule,
+  tiles: TileList,
   form: Form,
   *,
   config: Config = Config(),
   num_sms: int | None = None,
   interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-  """o_THK, and for softmax lse_HT; what belongs to no row is not written. The caller has checked shapes and dtypes.
+  """o_THK, zeros for tokens in no row, and for softmax lse_HT, which has no value there.
+
+  The caller has checked shapes and dtypes.
 
   Args:
     q_THK: queries.
     k_SGK: keys.
     v_SGK: values.
-    tiles: of `schedule.over_queries`, with TILE and STEP.
+    tiles: of a schedule, those of the forward pass.
     form: what is computed.
     config: speed alone.
     num_sms: one block runs on each; None: those of the device, which must then be there.
@@ -103,15 +104,15 @@ def forward(
     compiler_params=plgpu.CompilerParams(approx_math=True),
     kernel_name="jagged_attention",
     interpret=interpret,
-  )(pad(q_THK, TILE), pad(k_SGK, STEP), pad(v_SGK, STEP), tiles.tiles_NF, tiles.number)
+  )(pad(q_THK, TILE), pad(k_SGK, STEP), pad(v_SGK, STEP), *tiles)
   return o_THK, lse_HT[0] if lse_HT else None
 
 
-def _kernel(q_ref, k_ref, v_ref, tiles_ref, number_ref, o_ref, *rest, form: Form, stages, num_sms, interpret):
+def _kernel(q_ref, k_ref, v_ref, tiles_ref, counts_ref, o_ref, *rest, form: Form, stages, num_sms, interpret):
   *lse_ref, q_smem, k_smem, v_smem, entry_smem, q_full, q_free, k_full, v_full, k_free, v_free, turn = rest
   wg, sm = lax.axis_index("wg"), lax.axis_index("sm")
   heads, width = o_ref.shape[1:]
-  items = common.Items(number_ref[0], heads, sm, num_sms)
+  items = common.Items(counts_ref[0], heads, sm, num_sms)
   group = heads // k_ref.shape[1]  # query heads of a key head
 
   def load():
@@ -175,8 +176,7 @@ def _kernel(q_ref, k_ref, v_ref, tiles_ref, number_ref, o_ref, *rest, form: Form
         plgpu.barrier_wait(v_full.at[stage])
         plgpu.barrier_wait(turn)
         o_QK, *sums = carry
-        row = entry[Field.OTHER_BEGIN], entry[Field.OTHER_END]
-        v_CK = rows.clear_others(v_smem.at[stage], masked, key, *row, interpret=interpret)
+        v_CK = common.clear_others(v_smem.at[stage], masked, key, entry, interpret=interpret)
         o_QK = mosaic.mma(o_QK, p_QC.astype(q_ref.dtype), v_CK, interpret=interpret)
         plgpu.barrier_arrive(v_free.at[stage])
         return o_QK, *sums
@@ -200,6 +200,7 @@ def _kernel(q_ref, k_ref, v_ref, tiles_ref, number_ref, o_ref, *rest, form: Form
 
     lax.fori_loop(0, items.number, compute_item, jnp.int32(0))
     pl.when(wg == 0)(meet)
+    common.clear_tail(o_ref, counts_ref[1], 2 * sm + wg, 2 * num_sms, interpret=interpret)
 
   lax.cond(wg < 2, compute, load)
 

@@ -10,6 +10,8 @@ Dimension key: B rows, N tiles.
 
 import dataclasses
 import enum
+import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,8 @@ from jax import lax
 
 from pallas_kernels.jagged.geometry import Mask, Tiles
 
+TILE = 128  # tokens of an item, half of them for either multiplying warpgroup
+FORWARD_STEP, BACKWARD_STEP = 128, 64  # tokens of a step
 ALIGNMENT = 8
 FIELDS = 32  # of an entry: a copy of it is 128 bytes, the least that TMA moves
 
@@ -36,47 +40,63 @@ class Field(enum.IntEnum):
   HISTORY = 9
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Schedule:
+class TileList(NamedTuple):
   """Entries in the order in which they are computed."""
 
   tiles_NF: jax.Array  # i32[N, FIELDS]
-  number: jax.Array  # i32[1], of entries that count
+  counts: jax.Array  # i32[2]: entries that count, and tokens that belong to rows
 
 
-def over_queries(
-  q_offsets, k_offsets, history_B, mask: Mask, *, num_tokens: int, tile: int, step: int
-) -> Schedule:
-  """For results that belong to queries: o, and the gradient of q.
+@functools.partial(
+  jax.tree_util.register_dataclass,
+  data_fields=("forward", "query_gradient", "key_gradients"),
+  meta_fields=("mask", "num_queries", "num_keys"),
+)
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+  """What `make_schedule` makes: for one set of offsets and one mask, whatever the heads."""
 
-  Args:
-    q_offsets: of the queries.
-    k_offsets: of the keys.
-    history_B: for masks with targets.
-    mask: which pairs are visible.
-    num_tokens: a bound on q_offsets[-1].
-    tile: queries of a tile.
-    step: keys of a step.
-  """
-  return _schedule(q_offsets, k_offsets, history_B, mask.keys_of, mask.common_keys_of, num_tokens, tile, step)
+  forward: TileList
+  query_gradient: TileList
+  key_gradients: TileList
+  mask: Mask
+  num_queries: int
+  num_keys: int
+
+  def imbalance(self, heads: int, num_sms: int) -> jax.Array:
+    """f32[], predicted: steps of the SM that has most of them in the forward pass, over the mean; 1 is even."""
+    steps_N, number = self.forward.tiles_NF[:, Field.STEPS], self.forward.counts[0]
+    place = jnp.arange(len(steps_N) * heads)
+    turn, sm = place // num_sms, place % num_sms
+    steps = jnp.where(place < number * heads, steps_N[place // heads], 0)
+    steps_of_sm = jax.ops.segment_sum(steps, jnp.where(turn % 2 == 0, sm, num_sms - 1 - sm), num_sms)
+    total = jnp.sum(steps)
+    return jnp.where(total == 0, 1.0, jnp.max(steps_of_sm) * num_sms / jnp.maximum(total, 1))
 
 
-def over_keys(q_offsets, k_offsets, history_B, mask: Mask, *, num_tokens: int, tile: int, step: int) -> Schedule:
-  """For results that belong to keys, the gradients of k and v: tiles of keys, and steps of queries that see them."""
-  return _schedule(k_offsets, q_offsets, history_B, mask.queries_of, mask.common_queries_of, num_tokens, tile, step)
+def make(q_offsets, k_offsets, history_B, mask: Mask, num_queries: int, num_keys: int) -> Schedule:
+  """All lists; the caller has checked the offsets."""
+  over_queries = functools.partial(
+    _tile_list, q_offsets, k_offsets, history_B, mask.keys_of, mask.common_keys_of, num_queries
+  )
+  over_keys = functools.partial(
+    _tile_list, k_offsets, q_offsets, history_B, mask.queries_of, mask.common_queries_of, num_keys
+  )
+  backward = over_queries(BACKWARD_STEP), over_keys(BACKWARD_STEP)
+  return Schedule(over_queries(FORWARD_STEP), *backward, mask, num_queries, num_keys)
 
 
-def _schedule(offsets, other_offsets, history_B, reach, common, num_tokens: int, tile: int, step: int) -> Schedule:
+def _tile_list(offsets, other_offsets, history_B, reach, common, num_tokens: int, step: int) -> TileList:
+  """Tiles of the rows of `offsets`, with steps of `step` tokens through what they see on the other side."""
   begin_B, end_B = offsets[:-1], offsets[1:]
   aligned_B = begin_B // ALIGNMENT * ALIGNMENT
   lengths_B = jnp.where(end_B > begin_B, end_B - aligned_B, 0)
-  tiles = Tiles.of(lengths_B, num_tokens + (ALIGNMENT - 1) * len(begin_B), tile)
+  tiles = Tiles.of(lengths_B, num_tokens + (ALIGNMENT - 1) * len(begin_B), TILE)
   of_row = lambda values_B: jnp.append(values_B, 0)[tiles.row]
   begin, end, other_begin, other_end = map(of_row, (begin_B, end_B, other_offsets[:-1], other_offsets[1:]))
-  token = of_row(aligned_B) + tiles.block * tile
+  token = of_row(aligned_B) + tiles.block * TILE
   first = jnp.maximum(token, begin) - begin
-  last = jnp.maximum(jnp.minimum(token + tile, end) - 1 - begin, first)
+  last = jnp.maximum(jnp.minimum(token + TILE, end) - 1 - begin, first)
   history = None if history_B is None else of_row(history_B)
   other_length = other_end - other_begin
   reach_begin, reach_end = reach(first, last, other_length)
@@ -98,14 +118,11 @@ def _schedule(offsets, other_offsets, history_B, reach, common, num_tokens: int,
     Field.PLAIN_TO: plain_to,
     Field.HISTORY: jnp.zeros_like(token) if history is None else history,
   }
-  return _longest_first(fields, steps, tiles.number)
-
-
-def _longest_first(fields: dict[Field, jax.Array], steps: jax.Array, number: jax.Array) -> Schedule:
-  counts = jnp.arange(len(steps)) < number
+  counts = jnp.arange(len(steps)) < tiles.number
   order = jnp.argsort(jnp.where(counts, -steps, 1), stable=True)
   tiles_NF = jnp.stack([fields[field] for field in Field], axis=1).astype(jnp.int32)[order]
-  return Schedule(jnp.pad(tiles_NF, ((0, 0), (0, FIELDS - len(Field)))), number.reshape(1))
+  tiles_NF = jnp.pad(tiles_NF, ((0, 0), (0, FIELDS - len(Field))))
+  return TileList(tiles_NF, jnp.stack([tiles.number, offsets[-1]]))
 
 
 def nth(n, sm, num_sms: int):

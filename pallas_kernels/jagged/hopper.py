@@ -1,0 +1,51 @@
+"""The attention family on Hopper: the kernels joined.
+
+Dimension key: T query tokens, S key tokens, B rows, L queries of every row, H query heads, G key heads, K head width.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.jagged import backward_hopper, forward_hopper
+from pallas_kernels.jagged.form import Form
+from pallas_kernels.jagged.reference import Gradients
+from pallas_kernels.jagged.schedule import Schedule
+
+_WIDTHS = (64, 128)
+
+
+def unsupported(dtype, width: int, form: Form, *, has_bias: bool) -> str | None:
+  """Why the kernels cannot serve such arguments, or None if they can."""
+  if dtype not in (jnp.bfloat16, jnp.float16):
+    return f"{jnp.dtype(dtype).name} is neither bfloat16 nor float16"
+  if width not in _WIDTHS:
+    return f"head width K={width} is none of {_WIDTHS}; pad q, k and v with zero columns"
+  if has_bias:
+    return "there is no kernel for a relative bias yet"
+  if len(form.activations) > 1:
+    return "there is no kernel yet for an activation of each head's own; make a call for each"
+  return None
+
+
+def forward(
+  q_THK, k_SGK, v_SGK, schedule: Schedule, form: Form, *, interpret: bool
+) -> tuple[jax.Array, jax.Array | None]:
+  """o_THK, and for softmax lse_HT, which has no value for tokens in no row. q is there for every row."""
+  if q_THK.size == 0 or k_SGK.size == 0:
+    return jnp.zeros_like(q_THK), jnp.zeros(q_THK.shape[1::-1], jnp.float32) if form.is_softmax else None
+  return forward_hopper.forward(q_THK, k_SGK, v_SGK, schedule.forward, form, interpret=interpret)
+
+
+def backward(
+  q_THK, k_SGK, v_SGK, o_THK, lse_HT, d_o_THK, schedule: Schedule, form: Form, *, interpret: bool
+) -> Gradients:
+  """Gradients in the dtypes of the arguments."""
+  if q_THK.size == 0 or k_SGK.size == 0:
+    return Gradients(jnp.zeros_like(q_THK), jnp.zeros_like(k_SGK), jnp.zeros_like(v_SGK), None, None)
+  delta_HT = None
+  if form.is_softmax:
+    delta_HT = jnp.einsum("THK,THK->HT", o_THK, d_o_THK, preferred_element_type=jnp.float32)
+  arrays = q_THK, k_SGK, v_SGK, d_o_THK, lse_HT, delta_HT
+  d_q_THK = backward_hopper.query_gradient(*arrays, schedule.query_gradient, form, interpret=interpret)
+  d_k_SGK, d_v_SGK = backward_hopper.key_gradients(*arrays, schedule.key_gradients, form, interpret=interpret)
+  return Gradients(d_q_THK, d_k_SGK, d_v_SGK, None, None)
