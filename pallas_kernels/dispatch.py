@@ -63,6 +63,8 @@ def refuse_sharded(op: str, **arrays: jax.Array | None) -> None:
 
 def partition(x: jax.Array) -> object | None:
   """How x is split over devices, or None. Under jit only axes of an explicit mesh are visible."""
+  if not isinstance(x, jax.Array):
+    return None  # of the host
   if not isinstance(x, jax.core.Tracer):
     return None if x.is_fully_replicated else getattr(x.sharding, "spec", x.sharding)
   sharding = jax.typeof(x).sharding

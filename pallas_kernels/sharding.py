@@ -7,8 +7,8 @@ Jagged data is sharded by whole rows, and a device needs offsets that count its 
 leading shard axis S, one entry for each device along `axes`: ids are i32[S, T] (each shard padded to the same T) and
 offsets i32[S, B + 1] (each from 0). Results are joined by rows, [S * B, D], in the order of the shards.
 
-Dimension key: S shards, V table rows, D row or model width, T ids of a shard, B bags of a shard, M tokens, F hidden
-neurons.
+Dimension key: S shards, V table rows, D row or model width, T ids or tokens of a shard, B bags or rows of a shard, M
+tokens, F hidden neurons, H query heads, G key heads, K head width.
 """
 
 import math
@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import dispatch, embedding, row_offsets, twell
+from pallas_kernels import dispatch, embedding, jagged, row_offsets, twell
 
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
@@ -70,6 +70,82 @@ def embedding_bag(
   rows = P(axes)
   run = jax.shard_map(local, mesh=mesh, in_specs=(P(), rows, rows, rows, rows), out_specs=rows, check_vma=True)
   return run(table_VD, ids_ST, offsets_SB, weights_ST, sink)
+
+
+def jagged_attention(
+  q_STHK: jax.Array,
+  k_SXGK: jax.Array,
+  v_SXGK: jax.Array,
+  q_offsets_SB: jax.Array | None,
+  k_offsets_SB: jax.Array | None = None,
+  *,
+  mesh: Mesh | None = None,
+  axes: str | tuple[str, ...],
+  num_targets_SB: jax.Array | None = None,
+  bias: jagged.RelativeBias | None = None,
+  broadcast_q: bool = False,
+  **options,
+) -> jax.Array:
+  """`jagged.attention` with the rows sharded over mesh axes.
+
+  Args:
+    q_STHK: [S, T, H, K], sharded along S, as are all arrays here; with broadcast_q [L, H, K], replicated.
+    k_SXGK: [S, X, G, K], X keys of a shard.
+    v_SXGK: likewise.
+    q_offsets_SB: i32[S, B + 1], the offsets of each shard in its own tokens; None with broadcast_q.
+    k_offsets_SB: of the keys; None: those of the queries.
+    mesh: the mesh of `jax.set_mesh` if None.
+    axes: the mesh axes along which the rows are sharded; S is the product of their sizes.
+    num_targets_SB: i32[S, B].
+    bias: its tables replicated, its timestamps i32[S, T].
+    broadcast_q: as for `jagged.attention`.
+    **options: of `jagged.attention`, without `schedule`: each device makes its own.
+
+  Returns:
+    o[S, T, H, K], sharded along S; with broadcast_q [S, B * L, H, K].
+  """
+  op = "sharding.jagged_attention"
+  mesh, axes, shards = _over(op, mesh, axes)
+  sharded = dict(k_SXGK=k_SXGK, v_SXGK=v_SXGK, q_offsets_SB=q_offsets_SB, k_offsets_SB=k_offsets_SB)
+  sharded |= dict(num_targets_SB=num_targets_SB, timestamps_ST=None if bias is None else bias.timestamps)
+  if broadcast_q:
+    _refuse_sharded(op, q_LHK=q_STHK)
+  else:
+    sharded["q_STHK"] = q_STHK
+  tables = {} if bias is None else dict(position=bias.position, time=bias.time)
+  _refuse_sharded(op, **tables)
+  for name, x in sharded.items():
+    if x is not None and (x.ndim < 2 or x.shape[0] != shards):
+      raise ValueError(
+        f"{op}: {name} must be [{shards}, ...], an entry for each shard over {axes}, got shape {x.shape}"
+      )
+  for name, offsets_SB, tokens in (("q_offsets_SB", q_offsets_SB, q_STHK), ("k_offsets_SB", k_offsets_SB, k_SXGK)):
+    if offsets_SB is not None:
+      _check_offsets(op, name, offsets_SB, tokens.shape[1])
+
+  def local(sharded, replicated):
+    own = {name: None if x is None else x[0] for name, x in sharded.items()}
+    # As casts, whose transpose sums the gradients of all devices.
+    shared = {name: lax.pcast(x, axes, to="varying") for name, x in replicated.items()}
+    own_bias = None
+    if bias is not None:
+      own_bias = jagged.RelativeBias(shared["position"], shared["time"], own["timestamps_ST"])
+    o_THK = jagged.attention(
+      shared["q_LHK"] if broadcast_q else own["q_STHK"],
+      own["k_SXGK"],
+      own["v_SXGK"],
+      own["q_offsets_SB"],
+      own["k_offsets_SB"],
+      num_targets=own["num_targets_SB"],
+      bias=own_bias,
+      broadcast_q=broadcast_q,
+      **options,
+    )
+    return o_THK[None]
+
+  rows = P(axes)
+  run = jax.shard_map(local, mesh=mesh, in_specs=(rows, P()), out_specs=rows, check_vma=True)
+  return run(sharded, tables | (dict(q_LHK=q_STHK) if broadcast_q else {}))
 
 
 def twell_gated_feedforward(
@@ -157,7 +233,11 @@ def _check_bags(op: str, ids_ST, offsets_SB, axes: tuple[str, ...], shards: int)
       raise ValueError(
         f"{op}: {name} must be [{shards}, ...], an entry for each shard over {axes}, got shape {x.shape}"
       )
+  _check_offsets(op, "offsets_SB", offsets_SB, ids_ST.shape[1])
+
+
+def _check_offsets(op: str, name: str, offsets_SB, num_tokens: int) -> None:
   # On several hosts each sees only its own shards; their values are not checked there.
   if not isinstance(offsets_SB, jax.core.Tracer) and getattr(offsets_SB, "is_fully_addressable", True):
     for shard, offsets in enumerate(np.asarray(offsets_SB)):
-      row_offsets.check(op, f"offsets_SB[{shard}]", offsets, ids_ST.shape[1])
+      row_offsets.check(op, f"{name}[{shard}]", offsets, num_tokens)

@@ -1,0 +1,157 @@
+"""The kernels of the attention family, in the interpreter and on a GPU: o and all gradients of the public function."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_attention import INSTANCES, LENGTHS, OTHERS, draw, with_gradients
+
+from pallas_kernels import jagged, mosaic
+
+KINDS = ("o", "q", "k", "v")
+TOLERANCE = {jnp.bfloat16: 2e-2, jnp.float16: 3e-3}
+
+
+@pytest.fixture(params=["interpret", pytest.param("hopper", marks=pytest.mark.gpu)])
+def implementation(request):
+  if request.param == "hopper":
+    request.getfixturevalue("hopper")
+  return request.param
+
+
+on_gpu = pytest.mark.parametrize("implementation", [pytest.param("hopper", marks=pytest.mark.gpu)])
+slow_interpreter = pytest.mark.parametrize(
+  "implementation", [pytest.param("interpret", marks=pytest.mark.slow), pytest.param("hopper", marks=pytest.mark.gpu)]
+)
+
+
+@pytest.fixture(autouse=True)
+def _on_its_hardware(request):
+  if "implementation" in request.fixturenames and request.getfixturevalue("implementation") == "hopper":
+    request.getfixturevalue("hopper")
+
+
+def half(problem, dtype=jnp.bfloat16):
+  """The problem, its tokens rounded to a dtype, NaN behind the last row."""
+  rounded = lambda a: np.array(jnp.asarray(a, dtype), np.float32)
+  for name in ("q", "k", "v", "d_o"):
+    setattr(problem, name, rounded(getattr(problem, name)))
+  expected = problem.expected
+  k_offsets = problem.q_offsets if problem.k_offsets is None else problem.k_offsets
+  q_end, k_end = problem.q_offsets[-1], k_offsets[-1]
+  if not problem.broadcast:
+    problem.q[q_end:] = np.nan
+    problem.d_o[q_end:] = np.nan
+  problem.k[k_end:] = problem.v[k_end:] = np.nan
+  problem.q, problem.k, problem.v = (jnp.asarray(a, dtype) for a in (problem.q, problem.k, problem.v))
+  return problem, expected
+
+
+def check(implementation, problem, dtype=jnp.bfloat16):
+  problem, (o, gradients) = half(problem, dtype)
+  with mosaic.no_races():
+    found_o, found = jax.tree.map(np.asarray, with_gradients(problem, implementation=implementation))
+  for name, a, b in zip(KINDS, (found_o, *found), (o, *gradients), strict=True):
+    scale = max(1.0, float(np.max(np.abs(b), initial=0)))
+    np.testing.assert_allclose(a.astype(np.float64), b, rtol=0, atol=TOLERANCE[dtype] * scale, err_msg=name)
+
+
+def test_softmax_with_a_mask_and_grouped_heads(implementation):
+  check(implementation, draw(1, [5, 70, 0, 1], causal=True, window=40, heads=2, key_heads=1, width=64))
+
+
+def test_an_activation_on_keys_of_other_lengths(implementation):
+  problem = draw(2, [5, 130, 1], [100, 0, 3], activation="silu", post_scale=0.1, width=64, heads=1)
+  check(implementation, problem)
+
+
+KERNEL_INSTANCES = {
+  name: options
+  for name, options in INSTANCES.items()
+  if "longest" not in options and isinstance(options.get("activation", ""), str)
+}
+
+
+@slow_interpreter
+@pytest.mark.parametrize("name", KERNEL_INSTANCES)
+def test_every_instance(implementation, name):
+  check(implementation, draw(3, LENGTHS, width=64, **KERNEL_INSTANCES[name]))
+
+
+@slow_interpreter
+@pytest.mark.parametrize("name", ["flash", "causal", "window", "block", "silu", "grouped_heads"])
+def test_keys_of_other_lengths(implementation, name):
+  check(implementation, draw(4, LENGTHS, OTHERS, width=64, **INSTANCES[name]))
+
+
+@slow_interpreter
+@pytest.mark.parametrize(("width", "dtype"), [(128, jnp.bfloat16), (64, jnp.float16), (128, jnp.float16)])
+def test_widths_and_dtypes(implementation, width, dtype):
+  check(implementation, draw(5, [3, 140], width=width, causal=True), dtype)
+
+
+@slow_interpreter
+@pytest.mark.parametrize("seeds", [7, 64, 130])
+def test_seeds_that_are_the_same_for_all_rows(implementation, seeds):
+  check(implementation, draw(6, [seeds] * 4, [0, 70, 1, 200], broadcast_q=True, width=64))
+
+
+@slow_interpreter
+@pytest.mark.parametrize(
+  ("lengths", "k_lengths"),
+  [([0, 3, 0], [2, 0, 3]), ([1, 0, 1, 1], None), ([0, 0], None), ([], None), ([0, 2], [3, 0])],
+  ids=["no_row_has_both", "single_tokens", "only_empty", "no_rows", "no_pair"],
+)
+@pytest.mark.parametrize("activation", ["softmax", "silu"])
+def test_empty_and_single(implementation, lengths, k_lengths, activation):
+  check(implementation, draw(7, lengths, k_lengths, width=64, activation=activation))
+
+
+@slow_interpreter
+def test_much_padding_is_zeros(implementation):
+  check(implementation, draw(8, [5, 3], padding=300, width=64))
+
+
+@slow_interpreter
+@pytest.mark.parametrize("activation", ["softmax", "relu_square"])
+def test_a_row_that_is_not_finite_spoils_no_other(implementation, activation):
+  problem, _ = half(draw(9, [5, 7, 130], activation=activation, width=64))
+  clean = jax.tree.map(np.asarray, with_gradients(problem, implementation=implementation))
+  for name in ("q", "k", "v"):
+    setattr(problem, name, getattr(problem, name).at[8].set(jnp.nan))
+  spoilt = jax.tree.map(np.asarray, with_gradients(problem, implementation=implementation))
+  others = np.r_[0:5, 12:142]
+  for a, b in zip(jax.tree.leaves(spoilt), jax.tree.leaves(clean), strict=True):
+    np.testing.assert_array_equal(a[others], b[others])
+  assert np.isnan(spoilt[0][8]).all()
+
+
+@slow_interpreter
+def test_a_schedule_made_before_changes_no_bit(implementation):
+  problem, _ = half(draw(10, [5, 130, 64], causal=True, width=64))
+  made = jagged.make_schedule(problem.q_offsets, num_queries=len(problem.q), causal=True)
+  with_it = with_gradients(problem, implementation=implementation, schedule=made)
+  jax.tree.map(np.testing.assert_array_equal, with_it, with_gradients(problem, implementation=implementation))
+
+
+@on_gpu
+def test_the_same_bits_fifty_times(implementation):
+  """F06: one giant row and many of three tokens, between calls of other shapes."""
+  problem, _ = half(draw(11, [20000, *[3] * 400], width=128, heads=2))
+  other, _ = half(draw(12, [70, 3], width=64, activation="silu"))
+  first = jax.tree.map(np.asarray, with_gradients(problem, implementation=implementation))
+  for n in range(50):
+    if n % 10 == 0:
+      with_gradients(other, implementation=implementation)
+    jax.tree.map(np.testing.assert_array_equal, first, with_gradients(problem, implementation=implementation))
+
+
+@on_gpu
+def test_random_rows(implementation):
+  rng = np.random.default_rng(13)
+  for n in range(30):
+    lengths = rng.choice([0, 1, 7, 8, 63, 64, 65, 127, 128, 129, 200, 700], rng.integers(1, 9))
+    k_lengths = None if n % 2 else rng.permutation(lengths)
+    options = dict(causal=bool(rng.integers(2)), activation=str(rng.choice(["softmax", "silu", "gelu"])))
+    options |= dict(window=[None, 3, 64, 150][rng.integers(4)], width=int(rng.choice([64, 128])))
+    check(implementation, draw(n, lengths, k_lengths, padding=int(rng.integers(200)), pre_scale=0.1, **options))
