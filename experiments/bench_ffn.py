@@ -23,15 +23,13 @@ from experiments.ffn_tables import table
 from pallas_kernels import device
 from pallas_kernels.twell import routing, shapes
 from pallas_kernels.twell.shapes import Activity, FfnShape
-from sparse_lm.benchmark import RECORD, record_cases
+from sparse_lm.benchmark import RECORD, cases_flag, choose, record_cases
 from sparse_lm.errors import UserError
 from sparse_lm.flags import run
 
 flags.declare_key_flag("record")
+_CASES = cases_flag()  # of inference, such as density,pattern/trained
 _WHAT = flags.DEFINE_list("what", None, "what to measure: inference, trained")
-_CASES = flags.DEFINE_list(
-  "cases", [], "inference: names of cases, or what names start with: density,pattern/trained; none: all"
-)
 _MODEL = flags.DEFINE_string("model", None, "trained: folder of a run, WORKDIR/checkpoints/STEP, or a HF folder")
 _TEXT = flags.DEFINE_string("text", None, "trained: file, folder or glob of .txt, .jsonl, .parquet, or several")
 _TOKENS = flags.DEFINE_integer(
@@ -112,21 +110,6 @@ def inference_cases() -> dict[str, Case]:
     for percent in (0.5, 5, 50):
       cases[f"decode/M={shape.M} {percent}%"] = dataclasses.replace(uniform(shape, percent), **decoding)
   return cases
-
-
-def choose(cases: dict[str, Case], wanted: list[str]) -> dict[str, Case]:
-  """Returns the cases that have one of these names or, for what is no name, whose names start so; all for no names.
-
-  Raises:
-    UserError: nothing starts so.
-  """
-  chosen: set[str] = set()
-  for start in wanted:
-    found = [start] if start in cases else [name for name in cases if name.startswith(start)]
-    if not found:
-      raise UserError(f"--cases={start!r} starts no case's name; the cases are {', '.join(cases)}")
-    chosen.update(found)
-  return {name: case for name, case in cases.items() if not wanted or name in chosen}
 
 
 def measure(cases: dict[str, Case], *, samples: int) -> Iterator[Json]:

@@ -1,4 +1,4 @@
-"""What every benchmark shares: its flag --record, cases recorded as they come and printed as one table, a check."""
+"""What benchmarks share: flags --record and --cases, cases recorded as they come and printed as one table, a check."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -13,6 +13,27 @@ from sparse_lm.errors import UserError
 RECORD = flags.DEFINE_string("record", None, "new folder for config.json, env.json, metrics.jsonl, table.md")
 
 Json = dict[str, Any]
+
+
+def cases_flag() -> flags.FlagHolder[list[str]]:
+  """Defines --cases, for benchmarks that have it: the others refuse it."""
+  # A process that imports several benchmarks, as the tests do, defines it several times.
+  return flags.DEFINE_list("cases", [], "names of cases, or what names start with; none: all", allow_override=True)
+
+
+def choose[Case](cases: dict[str, Case], wanted: list[str]) -> dict[str, Case]:
+  """Returns the cases that have one of these names or, for what is no name, whose names start so; all for no names.
+
+  Raises:
+    UserError: nothing starts so.
+  """
+  chosen: set[str] = set()
+  for start in wanted:
+    found = [start] if start in cases else [name for name in cases if name.startswith(start)]
+    if not found:
+      raise UserError(f"--cases={start!r} starts no case's name; the cases are {', '.join(cases)}")
+    chosen.update(found)
+  return {name: case for name, case in cases.items() if not wanted or name in chosen}
 
 
 def record_cases(folder: str, asked: Json, cases: Iterable[Json], table: Callable[[list[Json]], str]) -> None:

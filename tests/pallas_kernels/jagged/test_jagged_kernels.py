@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from test_attention import INSTANCES, LENGTHS, OTHERS, draw, with_gradients
 
-from pallas_kernels import jagged, mosaic
+from pallas_kernels import compile_cases, compile_check, jagged, mosaic
 
+CASES = {name: case for name, case in compile_cases.cases().items() if name.startswith("jagged_")}
 KINDS = ("o", "q", "k", "v")
 TOLERANCE = {jnp.bfloat16: 2e-2, jnp.float16: 3e-3}
 
@@ -29,6 +30,11 @@ slow_interpreter = pytest.mark.parametrize(
 def _on_its_hardware(request):
   if "implementation" in request.fixturenames and request.getfixturevalue("implementation") == "hopper":
     request.getfixturevalue("hopper")
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_every_kernel_lowers_for_cuda(case):
+  assert len(compile_check.kernel_modules(compile_check.lower(case))) == 1
 
 
 def half(problem, dtype=jnp.bfloat16):

@@ -1,0 +1,304 @@
+"""Speed of the jagged attention family on a GPU, beside cuDNN in three forms and plain XLA; a record and a table.
+
+python -m experiments.bench_attention --record=runs/attention
+python -m experiments.bench_attention --cases=gdpa,flash --record=runs/attention
+
+TFLOP/s count visible pairs alone: 4 H K each forward, 2.5 times that backward. The backward pass is what forward and
+backward take together less the forward pass. cuDNN gets the same rows padded to the longest, with their lengths, and
+equal rows of as many tokens (what no jagged data can beat); XLA its own attention on the padded rows, where it fits.
+
+Dimension key: T tokens, B rows, L longest row, H heads, K head width.
+"""
+
+import dataclasses
+import functools
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+
+from pallas_kernels import bench, device, jagged
+from pallas_kernels.jagged import shapes
+from pallas_kernels.jagged.shapes import JaggedShape
+from sparse_lm.benchmark import RECORD, cases_flag, choose, record_cases
+from sparse_lm.errors import UserError, first_line
+from sparse_lm.flags import run
+
+flags.declare_key_flag("record")
+_CASES = cases_flag()
+
+Json = dict[str, Any]
+_SAMPLES = 7  # of a time, of which the median counts
+_CHECKED_ROWS = 2  # of a case, against the reference
+_ERROR_LIMIT = 1.5e-2  # of bf16 results and gradients; rounding p once makes 3e-3
+_XLA_PAIRS = 1 << 31  # scores of all heads: what fits into memory
+_BACKWARD = 2.5  # times the operations of the forward pass
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+  """One row of the table."""
+
+  shape: JaggedShape
+  options: dict  # of jagged.attention
+  baselines: tuple[str, ...] = ()  # cudnn_padded, cudnn_equal, xla
+
+
+def cases() -> dict[str, Case]:
+  """Returns the cases by name."""
+  cudnn = ("cudnn_padded", "cudnn_equal")
+  found = {}
+  for name, shape in shapes.BENCHMARK.items():
+    if name.startswith("L=") and shape.keys is None and shape.queries is None:
+      found[f"flash {name}"] = Case(shape=shape, options={}, baselines=(*cudnn, "xla"))
+      for activation in ("fast_gelu", "gelu_polynomial", "silu"):
+        found[f"gdpa_{activation} {name}"] = Case(shape=shape, options=dict(activation=activation, pre_scale=0.088))
+    if shape.keys is not None:
+      options = dict(activation="fast_gelu", pre_scale=0.088)
+      found[f"gdpa_cross {name}"] = Case(shape=shape, options=options)
+  found["pooling 64 seeds, L=2048 fill=0.5"] = Case(
+    shape=shapes.BENCHMARK["L=2048 seeds=64 fill=0.5"], options=dict(broadcast_q=True), baselines=("cudnn_padded",)
+  )
+  found["block 64, L=2000 fill=0.7"] = Case(shape=shapes.BENCHMARK["blocks L=2000 fill=0.7"], options=dict(block=64))
+  hstu = shapes.BENCHMARK["hstu L=2048"]
+  found["window 100, L=2048 fill=0.5"] = Case(shape=shapes.BENCHMARK["L=2048 fill=0.5"], options=dict(window=100))
+  found["hstu causal, L=2048"] = Case(
+    shape=hstu,
+    options=dict(activation="silu", causal=True, pre_scale=0.088, post_scale=1 / 2048),
+  )
+  found["flash causal, L=2048"] = Case(shape=hstu, options=dict(causal=True), baselines=cudnn)
+  return found
+
+
+def main(argv: list[str]) -> None:
+  """Runs on a Hopper GPU; on anything else a time would mean nothing, so there is none."""
+  if argv[1:]:
+    raise UserError(f"{argv[1]!r} is not a flag; write --name=value")
+  if not RECORD.value:
+    raise UserError("--record=FOLDER is needed; name a new folder, such as --record=runs/attention")
+  chosen = choose(cases(), _CASES.value)
+  if (reason := device.missing_hopper()) is not None:
+    raise UserError(f"bench_attention measures kernels for sm_90: {reason}; no times were taken")
+  record_cases(RECORD.value, {"cases": list(chosen)}, measure(chosen, _SAMPLES, "hopper"), table)
+
+
+def measure(chosen: dict[str, Case], samples: int, implementation: str) -> Iterator[Json]:
+  """Yields what was found of each case.
+
+  Raises:
+    AssertionError: a result is wrong; it gets no time.
+  """
+  ceilings = bench.ceilings()
+  for name, case in chosen.items():
+    problem = Problem(case, np.random.default_rng(zlib.crc32(name.encode())), implementation)
+    error = problem.check(name)
+    times = problem.times(samples)
+    shape = {field: value for field, value in dataclasses.asdict(case.shape).items() if field != "dtype"}
+    facts = {"name": name, "shape": shape, "options": case.options, "pairs": problem.pairs, "tokens": problem.tokens}
+    yield facts | {"relative_error": error, "samples": samples, "ms": times, "imbalance": problem.imbalance, **ceilings}
+    jax.clear_caches()
+
+
+class Problem:
+  """Inputs of a case, and the functions that are timed."""
+
+  def __init__(self, case: Case, rng: np.random.Generator, implementation: str):
+    self.case, self.implementation, shape = case, implementation, case.shape
+    self.lengths = shape.draw_lengths(rng)
+    offsets = lambda lengths: np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    q_lengths = np.full(shape.B, shape.queries) if shape.queries else self.lengths
+    k_lengths = np.full(shape.B, shape.keys) if shape.keys else self.lengths
+    self.q_offsets, self.k_offsets = offsets(q_lengths), offsets(k_lengths)
+    self.tokens = int(self.q_offsets[-1])
+    num_q, num_k = (-(-int(o[-1]) // 8) * 8 for o in (self.q_offsets, self.k_offsets))
+    keys = jax.random.split(jax.random.key(int(rng.integers(2**31))), 4)
+    normal = lambda key, tokens: jax.random.normal(key, (tokens, shape.H, shape.K), shape.dtype)
+    self.q = normal(keys[0], shape.queries or num_q)
+    self.k, self.v = normal(keys[1], num_k), normal(keys[2], num_k)
+    self.d_o = normal(keys[3], shape.B * shape.queries if shape.queries else num_q)
+    masks = {name: case.options[name] for name in ("causal", "window", "block") if name in case.options}
+    self.pairs = visible_pairs(q_lengths, k_lengths, **masks)
+    self.schedule = jagged.make_schedule(
+      self.q_offsets, self.k_offsets, num_queries=len(self.d_o), num_keys=num_k, **masks
+    )
+    sms = device.num_sms() if implementation == "hopper" else 132
+    self.imbalance = float(self.schedule.imbalance(shape.H, sms))
+
+  def _call(self, q, k, v, q_offsets, k_offsets, implementation, schedule=None):
+    same = self.case.shape.keys is None and self.case.shape.queries is None
+    offsets = (None if self.case.shape.queries else q_offsets), (None if same else k_offsets)
+    options = self.case.options | dict(implementation=implementation, schedule=schedule)
+    return jagged.attention(q, k, v, *offsets, **options)
+
+  def ours(self, q, k, v, d_o, schedule):
+    """o."""
+    del d_o
+    return self._call(q, k, v, self.q_offsets, self.k_offsets, self.implementation, schedule)
+
+  def ours_with_gradients(self, q, k, v, d_o, schedule):
+    """o and the gradients of q, k and v."""
+    return with_gradients(lambda q, k, v: self.ours(q, k, v, None, schedule), d_o, q, k, v)
+
+  def check(self, name: str) -> float:
+    """Largest relative error of o and the gradients of the first rows, against the plain reference in float32.
+
+    Rows do not see each other, so the first ones alone have to give the same.
+    """
+    rows = _CHECKED_ROWS
+    q_end, k_end = int(self.q_offsets[rows]), int(self.k_offsets[rows])
+    d_end = rows * self.case.shape.queries if self.case.shape.queries else q_end
+    q = self.q if self.case.shape.queries else self.q[:q_end]
+    wide = lambda a: a.astype(jnp.float32)
+    few = functools.partial(
+      self._call, q_offsets=self.q_offsets[: rows + 1], k_offsets=self.k_offsets[: rows + 1], implementation="reference"
+    )
+    arguments = q, self.k[:k_end], self.v[:k_end]
+    expected = jax.jit(functools.partial(with_gradients, few))(wide(self.d_o[:d_end]), *map(wide, arguments))
+    # Seeds are the same for all rows: with the cotangent of the first rows alone, so is their gradient.
+    d_o = self.d_o.at[d_end:].set(0)
+    found = jax.jit(self.ours_with_gradients)(self.q, self.k, self.v, d_o, self.schedule)
+    worst = 0.0
+    for which, a, b in zip(("o", "dq", "dk", "dv"), found, expected, strict=True):
+      a, b = np.asarray(a[: len(b)], np.float64), np.asarray(b, np.float64)
+      error = np.linalg.norm(a - b) / np.linalg.norm(b)
+      if not error <= _ERROR_LIMIT:
+        raise AssertionError(f"{name}: {which} is off by {error:.2e} of the reference, {_ERROR_LIMIT:.1e} allowed")
+      worst = max(worst, float(error))
+    return worst
+
+  def times(self, samples: int) -> dict[str, bench.Timing | str]:
+    """Milliseconds by name, forward and with gradients, all in turns; what does not run says why."""
+    own = self.q, self.k, self.v, self.d_o, self.schedule
+    found = bench.device_times({"ours": self.ours, "ours+grad": self.ours_with_gradients}, *own, samples=samples)
+    found["schedule"] = bench.device_time(self._make_schedule, *map(jnp.asarray, (self.q_offsets, self.k_offsets)))
+    for name in self.case.baselines:
+      try:
+        function, arguments = self._baseline(name)
+        both = {name: function, f"{name}+grad": functools.partial(_gradients_last, function)}
+        found |= bench.device_times(both, *arguments, samples=samples)
+      except (RuntimeError, ValueError) as error:  # no cuDNN, no memory, or shapes that it does not take
+        found[name] = first_line(error)
+    return found
+
+  def _make_schedule(self, q_offsets, k_offsets):
+    masks = {name: self.case.options[name] for name in ("causal", "window", "block") if name in self.case.options}
+    tokens = dict(num_queries=len(self.d_o), num_keys=len(self.k))
+    return jagged.make_schedule(q_offsets, k_offsets, **tokens, **masks)
+
+  def _baseline(self, name: str) -> tuple[Callable, tuple]:
+    """(function of q, k, v and the cotangent, its arguments)."""
+    shape = self.case.shape
+    longest = shape.L if name != "cudnn_equal" else max(8, round(self.lengths.mean() / 8) * 8)
+    if name == "xla" and shape.B * shape.H * longest**2 > _XLA_PAIRS:
+      raise ValueError("scores do not fit into memory")
+    keys = jax.random.split(jax.random.key(0), 4)
+    normal = lambda key, tokens: jax.random.normal(key, (shape.B, tokens, shape.H, shape.K), shape.dtype)
+    lengths = {}
+    if name == "cudnn_padded":
+      k_lengths = jnp.asarray(self.lengths, jnp.int32)
+      q_lengths = jnp.full_like(k_lengths, shape.queries) if shape.queries else k_lengths
+      lengths = dict(query_seq_lengths=q_lengths, key_value_seq_lengths=k_lengths)
+    function = functools.partial(
+      jax.nn.dot_product_attention,
+      is_causal=bool(self.case.options.get("causal")),
+      implementation="xla" if name == "xla" else "cudnn",
+      **lengths,
+    )
+    q, k, v, d_o = (normal(key, longest) for key in keys)
+    if shape.queries:
+      q, d_o = (a[:, : shape.queries] for a in (q, d_o))
+    return lambda q, k, v, d_o: function(q, k, v), (q, k, v, d_o)
+
+
+def visible_pairs(q_lengths, k_lengths, *, causal=False, window=None, block=None) -> int:
+  """Of all rows."""
+  total = 0
+  for num_q, num_k in zip(q_lengths.tolist(), k_lengths.tolist(), strict=True):
+    i = np.arange(num_q)
+    begin, end = np.zeros(num_q, np.int64), np.full(num_q, num_k, np.int64)
+    if window is not None:
+      begin, end = np.maximum(begin, i - window), np.minimum(end, i + window + 1)
+    if causal:
+      end = np.minimum(end, i + 1)
+    if block is not None:
+      begin, end = np.maximum(begin, i // block * block), np.minimum(end, (i // block + 1) * block)
+    total += int(np.maximum(end - begin, 0).sum())
+  return total
+
+
+def with_gradients(function: Callable, d_o: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+  """o, and the gradients of the arrays."""
+  o, pull = jax.vjp(function, *arrays)
+  return o, *pull(d_o.astype(o.dtype))
+
+
+def _gradients_last(function: Callable, q, k, v, d_o):
+  return with_gradients(lambda q, k, v: function(q, k, v, d_o), d_o, q, k, v)
+
+
+def table(found: list[Json]) -> str:
+  """Returns Markdown of a record's cases."""
+  header = ["case", "tokens, B x L", "forward TFLOP/s (ms)", "backward TFLOP/s (ms)", "of matmul", "cuDNN, padded"]
+  header += ["cuDNN, equal rows", "XLA", "over cuDNN, padded", "imbalance", "schedule ms", "error"]
+  rows = []
+  for case in found:
+    flop = 4 * case["shape"]["H"] * case["shape"]["K"] * case["pairs"]
+    ms = case["ms"]
+    forward, backward = _rates(ms, "ours", flop)
+    padded = _rates(ms, "cudnn_padded", flop)
+    over = "-" if padded[0] is None else " / ".join(f"{a / b:.2f}x" for a, b in zip((forward, backward), padded))
+    # Equal rows have pairs of their own.
+    equal_flop = flop * _equal_pairs(case) / case["pairs"] if "cudnn_equal" in ms else flop
+    rows.append(
+      [
+        case["name"],
+        f"{case['tokens']}, {case['shape']['B']} x {case['shape']['L']}",
+        f"{forward:.0f} ({ms['ours']['ms']:.3f})",
+        f"{backward:.0f} ({ms['ours+grad']['ms'] - ms['ours']['ms']:.3f})",
+        f"{1e12 * forward / case['matmul_flop_per_s']:.0%}",
+        _pair_of_rates(ms, "cudnn_padded", flop),
+        _pair_of_rates(ms, "cudnn_equal", equal_flop),
+        _pair_of_rates(ms, "xla", flop),
+        over,
+        f"{case['imbalance']:.2f}",
+        f"{ms['schedule']['ms']:.3f}",
+        f"{case['relative_error']:.1e}",
+      ]
+    )
+  first = found[0]
+  notes = (
+    f"Ceilings in this run: bf16 matmul {1e-12 * first['matmul_flop_per_s']:.0f} TFLOP/s, copy"
+    f" {1e-12 * first['copy_bytes_per_s']:.2f} TB/s (read + write). TFLOP/s of visible pairs; medians of"
+    f" {first['samples']} queues of calls, which take turns. Imbalance, predicted: steps of the busiest SM over the"
+    " mean."
+  )
+  return f"{bench.markdown_table(header, rows)}\n{notes}\n"
+
+
+def _equal_pairs(case: Json) -> float:
+  rows = case["shape"]["B"]
+  length = max(8, round(case["tokens"] / rows / 8) * 8)
+  return rows * length * ((length + 1) / 2 if case["options"].get("causal") else length)
+
+
+def _rates(ms: Json, name: str, flop: float) -> tuple[float | None, float | None]:
+  """TFLOP/s forward and backward."""
+  if not isinstance(ms.get(name), dict):
+    return None, None
+  forward, both = ms[name]["ms"], ms[f"{name}+grad"]["ms"]
+  return 1e-9 * flop / forward, 1e-9 * _BACKWARD * flop / (both - forward)
+
+
+def _pair_of_rates(ms: Json, name: str, flop: float) -> str:
+  if isinstance(ms.get(name), str):
+    return ms[name]
+  rates = _rates(ms, name, flop)
+  return "-" if rates[0] is None else " / ".join(f"{rate:.0f}" for rate in rates)
+
+
+if __name__ == "__main__":
+  run(main)
