@@ -33,9 +33,17 @@ def check_smem(name: str, needed: int) -> None:
     )
 
 
-def operand_transforms() -> tuple:
-  """How a wgmma operand of 16-bit values lies in shared memory: tiles of 8 rows x 128 bytes, swizzled."""
-  return plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)  # type: ignore[abstract]
+def operand_transforms(width: int = 64) -> tuple:
+  """How a wgmma operand of 16-bit values lies in shared memory: tiles of 8 rows x `swizzle_bytes(width)`, swizzled."""
+  swizzle = swizzle_bytes(width)
+  return plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]
+
+
+def swizzle_bytes(width: int) -> int:
+  """The widest swizzle that divides rows of `width` 16-bit values: 128 bytes, or 64."""
+  if width % 32:
+    raise ValueError(f"mosaic.swizzle_bytes: width={width} must be a multiple of 32")
+  return 128 if width % 64 == 0 else 64
 
 
 def kernel(body, *, out_type, interpret: bool, **options) -> collections.abc.Callable:

@@ -116,7 +116,8 @@ def attention(
     num_targets: int32[B]: the last so many tokens of a row are seen by themselves alone, and see all before them.
     bias: added to scaled scores; of queries and keys that are the same tokens.
     broadcast_q: every row has these queries.
-    schedule: of `jagged.make_schedule` for these offsets and this mask, so that kernels need not make one.
+    schedule: of `jagged.make_schedule`, so that kernels need not make one. Its mask and numbers of tokens are checked;
+      its offsets are not, and with others than these the result is wrong.
     implementation: "reference", "interpret", "hopper". None takes "reference": the kernels have not run on a GPU yet.
 
   Returns:

@@ -76,7 +76,7 @@ def _launch(name, kernel, results, arrays: _Arrays, tiles: TileList, form: Form,
   reach = TILE * interpret  # copies that reach past the end of an array are not for the interpreter
   pad = lambda a_THK: jnp.pad(a_THK, ((0, -len(a_THK) % ALIGNMENT + reach), (0, 0), (0, 0)))
   pad_sums = lambda a_HT: jnp.pad(a_HT, ((0, 0), (0, -a_HT.shape[1] % ALIGNMENT + reach)))
-  shared = functools.partial(plgpu.SMEM, transforms=mosaic.operand_transforms())
+  shared = functools.partial(plgpu.SMEM, transforms=mosaic.operand_transforms(width))
   scratch = _Arrays(
     tuple(shared((_ITEMS, 2, rows.ROWS, width), dtype) for _ in arrays.of_items),
     tuple(shared((_STAGES, STEP, width), dtype) for _ in arrays.of_steps),
@@ -184,7 +184,7 @@ def _query_kernel(refs, tiles_ref, counts_ref, d_q_ref, smem, entry_smem, *barri
         k_CK = common.clear_others(k_smem, masked, key, entry, interpret=interpret)
         s_QC, d_p_QC = _two_products((q_smem, k_smem), (d_o_smem, v_smem))
         visible = lambda: common.visible(form, entry, first, key, s_QC.shape, queries=0)
-        _, d_s_QC = _weights(form, s_QC, d_p_QC, sums, masked, visible, queries=0)
+        _, d_s_QC = _weights(form, head, s_QC, d_p_QC, sums, masked, visible, queries=0)
         d_q_QK = mosaic.mma(d_q_QK, d_s_QC.astype(d_q_ref.dtype), k_CK, interpret=interpret)
         plgpu.barrier_arrive(barriers.free.at[stage])
         return d_q_QK
@@ -224,9 +224,9 @@ def _key_kernel(
       first = wg * rows.ROWS
       k_smem, v_smem = (own.at[slot, wg] for own in smem.of_items)
 
-      def compute_step(n, carry):
+      def compute_step(done, carry):
         d_k_QK, d_v_QK = carry
-        stage, t = lax.rem(step + n, _STAGES), lax.rem(n, entry[Field.STEPS])
+        stage, t = lax.rem(step + done, _STAGES), lax.rem(done, entry[Field.STEPS])
         plgpu.barrier_wait(barriers.full.at[stage])
         q_smem, d_o_smem = (own.at[stage] for own in smem.of_steps)
         masked, query = common.is_masked(entry, t), entry[Field.OTHER_TOKEN] + t * STEP
@@ -236,7 +236,8 @@ def _key_kernel(
         sums = [plgpu.load(own.at[stage], layout=plgpu.Layout.WGMMA.reduce(0)) for own in smem.step_sums]
         s_QC, d_p_QC = _two_products((k_smem, q_smem), (v_smem, d_o_smem))
         visible = lambda: common.visible(form, entry, first, query, s_QC.shape, queries=1)
-        p_QC, d_s_QC = _weights(form, s_QC, d_p_QC, sums, masked, visible, queries=1)
+        query_head = head * group + lax.div(done, entry[Field.STEPS])
+        p_QC, d_s_QC = _weights(form, query_head, s_QC, d_p_QC, sums, masked, visible, queries=1)
         d_v_QK = mosaic.mma(d_v_QK, p_QC.astype(d_v_ref.dtype), d_o_CK, interpret=interpret)
         d_k_QK = mosaic.mma(d_k_QK, d_s_QC.astype(d_k_ref.dtype), q_CK, interpret=interpret)
         plgpu.commit_smem()  # sums were read by plain loads
@@ -271,7 +272,7 @@ def _two_products(first, second) -> tuple[jax.Array, jax.Array]:
   return pl.run_scoped(multiply, acc, acc)
 
 
-def _weights(form: Form, s, d_p, sums, masked, visible, *, queries: int) -> tuple[jax.Array, jax.Array]:
+def _weights(form: Form, head, s, d_p, sums, masked, visible, *, queries: int) -> tuple[jax.Array, jax.Array]:
   """p, and d_s without the scales that `_score_scale` holds; 0 for pairs that are not visible."""
   if form.is_softmax:
     lse, delta = (lax.broadcast_in_dim(x, s.shape, [queries]) for x in sums)
@@ -279,7 +280,7 @@ def _weights(form: Form, s, d_p, sums, masked, visible, *, queries: int) -> tupl
     d_s = p * (_scaled(d_p, form.post_scale) - delta)
   else:
     s = _scaled(s, form.pre_scale)
-    p, d_s = form.activate(s), d_p * form.slope(s)
+    p, d_s = form.activate_one(s, head), d_p * form.slope_one(s, head)
 
   def mask():
     seen = visible()

@@ -8,6 +8,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.jagged.activations import ACTIVATIONS
 from pallas_kernels.jagged.geometry import Mask
@@ -37,6 +38,24 @@ class Form:
   def slope(self, s_HQS: jax.Array) -> jax.Array:
     """act'(s)."""
     return self._by_head([ACTIVATIONS[name].derivative for name in self.activations], s_HQS)
+
+  def activate_one(self, s_QS: jax.Array, head) -> jax.Array:
+    """act(s) of one head, whose number kernels know at run time."""
+    return self._of_head("value", s_QS, head)
+
+  def slope_one(self, s_QS: jax.Array, head) -> jax.Array:
+    """act'(s) of one head."""
+    return self._of_head("derivative", s_QS, head)
+
+  def _of_head(self, which: str, s_QS: jax.Array, head) -> jax.Array:
+    names = sorted(set(self.activations))
+    functions = [getattr(ACTIVATIONS[name], which) for name in names]
+    if len(functions) == 1:
+      return functions[0](s_QS)
+    choice = jnp.int32(0)
+    for h, name in enumerate(self.activations):
+      choice = jnp.where(head == h, names.index(name), choice)
+    return lax.switch(choice, functions, s_QS)
 
   @staticmethod
   def _by_head(functions, s_HQS: jax.Array) -> jax.Array:

@@ -77,7 +77,7 @@ def forward(
     num_sms = _SMS_OF_A_TEST if interpret else device.num_sms()
   # Copies take whole swizzle tiles of 8 tokens; the interpreter has none that reaches past the end of an array.
   pad = lambda a, tile: jnp.pad(a, ((0, -len(a) % 8 + tile * interpret), (0, 0), (0, 0)))
-  transforms = mosaic.operand_transforms()
+  transforms = mosaic.operand_transforms(width)
   outs = [jax.ShapeDtypeStruct(q_THK.shape, q_THK.dtype)]
   if form.is_softmax:
     outs.append(jax.ShapeDtypeStruct((heads, len(q_THK)), jnp.float32))
@@ -171,7 +171,7 @@ def _kernel(q_ref, k_ref, v_ref, tiles_ref, counts_ref, o_ref, *rest, form: Form
         masked = common.is_masked(entry, t)
         key = entry[Field.OTHER_TOKEN] + t * STEP
         visible = lambda: common.visible(form, entry, first, key, s_QC.shape, queries=0)
-        p_QC, carry = _weights(form, s_QC, carry, masked, visible)
+        p_QC, carry = _weights(form, head, s_QC, carry, masked, visible)
         plgpu.barrier_arrive(turn)
         plgpu.barrier_wait(v_full.at[stage])
         plgpu.barrier_wait(turn)
@@ -205,11 +205,11 @@ def _kernel(q_ref, k_ref, v_ref, tiles_ref, counts_ref, o_ref, *rest, form: Form
   lax.cond(wg < 2, compute, load)
 
 
-def _weights(form: Form, s_QC, carry, masked, visible):
+def _weights(form: Form, head, s_QC, carry, masked, visible):
   """p_QC before it is scaled, and the carry for it: what was summed so far, in the scale of the new maxima."""
   replace = lambda x_QC, value: lax.cond(masked, lambda: jnp.where(visible(), x_QC, value), lambda: x_QC)
   if not form.is_softmax:
-    p_QC = form.activate(s_QC * form.pre_scale if form.pre_scale != 1 else s_QC)
+    p_QC = form.activate_one(s_QC * form.pre_scale if form.pre_scale != 1 else s_QC, head)
     return replace(p_QC, 0.0), carry
   o_QK, most_Q, total_Q = carry
   rows_of = lambda x_Q, like: lax.broadcast_in_dim(x_Q, like.shape, [0])

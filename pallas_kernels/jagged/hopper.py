@@ -11,7 +11,7 @@ from pallas_kernels.jagged.form import Form
 from pallas_kernels.jagged.reference import Gradients
 from pallas_kernels.jagged.schedule import Schedule
 
-_WIDTHS = (64, 128)
+_WIDTHS = (64, 96, 128)
 
 
 def unsupported(dtype, width: int, form: Form, *, has_bias: bool) -> str | None:
@@ -22,8 +22,6 @@ def unsupported(dtype, width: int, form: Form, *, has_bias: bool) -> str | None:
     return f"head width K={width} is none of {_WIDTHS}; pad q, k and v with zero columns"
   if has_bias:
     return "there is no kernel for a relative bias yet"
-  if len(form.activations) > 1:
-    return "there is no kernel yet for an activation of each head's own; make a call for each"
   return None
 
 

@@ -103,7 +103,9 @@ def clear_others(operand_smem, wanted, token, begin, end, *, interpret: bool):
 
   @pl.when(wanted)
   def _():
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(mosaic.operand_transforms()), _SPLAT, _SPLAT, _SPLAT), return_type=None)
+    @plgpu.inline_mgpu(
+      arg_types=(plgpu.RefType(mosaic.operand_transforms(width)), _SPLAT, _SPLAT, _SPLAT), return_type=None
+    )
     def run(ctx, operand, token, begin, end):
       del ctx
       _clear(ptx.shared_address(operand), *map(ptx.scalar, (token, begin, end)), tokens, width)
@@ -116,24 +118,26 @@ def clear_others(operand_smem, wanted, token, begin, end, *, interpret: bool):
 
 
 def _clear(address: ir.Value, token: ir.Value, begin: ir.Value, end: ir.Value, tokens: int, width: int) -> None:
-  """Tiles of 8 rows and 128 bytes; swizzling moves pieces inside a row's 128 bytes alone. Eight lanes clear those."""
+  """A row of a swizzle tile is cleared by lanes of 16 bytes; swizzling moves pieces inside such a row alone."""
   lane, warp = ptx.lane_and_warp()
   thread = arith.addi(arith.muli(arith.andi(warp, ptx.const(3)), ptx.const(32)), lane)
-  pieces = width // 64
+  row_bytes = mosaic.swizzle_bytes(width)
+  pieces, lanes = 2 * width // row_bytes, row_bytes // 16  # tiles side by side, and lanes for a row of one
 
   def clear(row, carry):
     t = arith.addi(token, row)
     outside = arith.cmpi(arith.CmpIPredicate.uge, arith.subi(t, begin), arith.subi(end, begin))
-    tile = arith.muli(arith.shrui(row, ptx.const(3)), ptx.const(pieces * 1024))
-    place = arith.addi(tile, arith.muli(arith.andi(row, ptx.const(7)), ptx.const(128)))
-    place = arith.addi(place, arith.muli(arith.andi(thread, ptx.const(7)), ptx.const(16)))
+    tile = arith.muli(arith.shrui(row, ptx.const(3)), ptx.const(8 * row_bytes * pieces))
+    place = arith.addi(tile, arith.muli(arith.andi(row, ptx.const(7)), ptx.const(row_bytes)))
+    place = arith.addi(place, arith.muli(arith.andi(thread, ptx.const(lanes - 1)), ptx.const(16)))
     for piece in range(pieces):
-      at = arith.addi(arith.addi(address, place), ptx.const(1024 * piece))
+      at = arith.addi(arith.addi(address, place), ptx.const(8 * row_bytes * piece))
       text = "{.reg .b32 z; mov.b32 z, 0; @$1 st.shared.v4.b32 [$0], {z, z, z, z};}"
       ptx.asm((), [at, outside], text, "r,b")
     return carry
 
-  ptx.for_each(arith.shrui(thread, ptx.const(3)), ptx.const(tokens), mosaic.LANES // 8, clear, [])
+  first = arith.divui(thread, ptx.const(lanes))
+  ptx.for_each(first, ptx.const(tokens), mosaic.LANES // lanes, clear, [])
 
 
 def _transposed(words: list[ir.Value], quad: ir.Value) -> list[ir.Value]:

@@ -58,6 +58,7 @@ def test_greedy_text_equals_that_of_a_model_without_cache(model, generator):
   assert [text for text, _, _ in found] == [greedy_without_cache(model, prompt, 12) for prompt in PROMPTS]
 
 
+@pytest.mark.slow
 def test_a_prompts_text_does_not_depend_on_the_others_but_on_its_number_and_the_seed(generator):
   options = {"max_tokens": 10, "sampling": WARM, "seed": 5}
   together = complete(generator, PROMPTS, **options)
@@ -160,6 +161,7 @@ def test_the_program_streams_texts_in_order_and_writes_them_and_refuses_in_one_l
     assert message in stderr
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_left_ends_the_program_without_a_word(trained_once):
   command = [sys.executable, "-m", "experiments.generate", f"--model={trained_once}", "--prompt=x", "--max_tokens=9"]
   process = subprocess.Popen(command, cwd=program.REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -88,6 +88,7 @@ def test_in_bf16_a_model_gives_the_states_and_statistics_of_the_dense_model(kind
   assert_close(stats[1], stats[0], 0.01)
 
 
+@pytest.mark.slow
 def test_on_eight_devices_the_objective_and_its_gradient_are_those_of_the_dense_model_on_one():
   rng = np.random.default_rng(0)
   segments_BL = np.ones((8, 12), np.int32)

@@ -98,6 +98,7 @@ def test_no_future_token_influences_an_earlier_loss(attention):
     assert (gradient[: position + 1] > 0).all()
 
 
+@pytest.mark.slow
 def test_every_remat_policy_gives_the_same_loss_and_gradients():
   def loss(model, tokens_BL):
     x_BLD, stats = model(tokens_BL)

@@ -166,6 +166,7 @@ def test_a_missing_tensorboard_is_said_before_anything_is_written(config, tmp_pa
   assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_work_folder_in_use_is_refused_in_one_line_and_the_run_in_it_goes_on(start, tmp_path):
   first = start(changes={"training.steps": 100_000, "training.warmup_steps": 1})
   wait_until(lambda: lines_of(tmp_path / "run") >= 1, first)

@@ -13,6 +13,7 @@ from sparse_lm.training.loop import train
 TWELL = {"model.ffn_implementation": "twell"}
 
 
+@pytest.mark.slow
 def test_a_run_by_twell_learns_what_the_dense_run_does_and_opens_either_way(config, trained_once, tmp_path):
   train(config_io.overlay(config, TWELL), tmp_path / "run")
   found, wanted = losses(tmp_path / "run"), losses(trained_once)

@@ -2,12 +2,14 @@
 
 import sys
 
+import pytest
 from hub_folder import stream_from
 
 from sparse_lm import config_io
 from sparse_lm.training.loop import train
 
 
+@pytest.mark.slow
 def test_runs_with_everything_switched_on_read_every_config_field(config, tmp_path, monkeypatch):
   """One on a corpus, one on a stream. Reading a field to check it, to compare it or to write it down does not count."""
   fields = {field.name: field for field in config_io.fields(config)}

@@ -234,6 +234,7 @@ def test_a_failed_save_is_said_before_the_next_one_is_due(config, tmp_path, monk
   assert max(losses(tmp_path / "run")) < config.training.steps
 
 
+@pytest.mark.slow
 def test_a_work_folder_may_be_a_relative_path(config, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   train(config, Path("run"))

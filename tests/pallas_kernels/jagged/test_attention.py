@@ -222,12 +222,11 @@ class TestOddRows:
     ids=["no_row_has_both", "single_tokens", "only_empty", "no_rows", "no_pair"],
   )
   def test_empty_and_single(self, lengths, k_lengths, activation):
-    for padding in (0, 2):
-      problem = draw(11, lengths, k_lengths, padding=padding, activation=activation)
-      assert_equals_oracle(problem)
-      if k_lengths is not None:
-        o, found = with_gradients(problem)
-        assert not any(np.any(np.asarray(a)) for a in (o, *found))
+    problem = draw(11, lengths, k_lengths, padding=0 if sum(lengths) else 2, activation=activation)
+    assert_equals_oracle(problem)
+    if k_lengths is not None:
+      o, found = with_gradients(problem)
+      assert not any(np.any(np.asarray(a)) for a in (o, *found))
 
   def test_one_giant_row_among_tiny_ones(self):
     assert_equals_oracle(draw(12, [1, 900, 2, 1], causal=True, window=100), tolerance=2e-5)

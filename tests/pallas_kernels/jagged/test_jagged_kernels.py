@@ -32,7 +32,13 @@ def _on_its_hardware(request):
     request.getfixturevalue("hopper")
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+  "case",
+  [
+    pytest.param(case, id=name, marks=[] if "softmax,K=128" in name or "silu" in name else pytest.mark.slow)
+    for name, case in CASES.items()
+  ],
+)
 def test_every_kernel_lowers_for_cuda(case):
   assert len(compile_check.kernel_modules(compile_check.lower(case))) == 1
 
@@ -71,11 +77,7 @@ def test_an_activation_on_keys_of_other_lengths(implementation):
   check(implementation, problem)
 
 
-KERNEL_INSTANCES = {
-  name: options
-  for name, options in INSTANCES.items()
-  if "longest" not in options and isinstance(options.get("activation", ""), str)
-}
+KERNEL_INSTANCES = {name: options for name, options in INSTANCES.items() if "longest" not in options}
 
 
 @slow_interpreter
@@ -91,7 +93,7 @@ def test_keys_of_other_lengths(implementation, name):
 
 
 @slow_interpreter
-@pytest.mark.parametrize(("width", "dtype"), [(128, jnp.bfloat16), (64, jnp.float16), (128, jnp.float16)])
+@pytest.mark.parametrize(("width", "dtype"), [(96, jnp.bfloat16), (128, jnp.bfloat16), (64, jnp.float16)])
 def test_widths_and_dtypes(implementation, width, dtype):
   check(implementation, draw(5, [3, 140], width=width, causal=True), dtype)
 

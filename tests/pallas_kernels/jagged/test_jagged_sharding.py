@@ -14,7 +14,7 @@ TOKENS, HEADS, WIDTH = 12, 2, 8
 OFFSETS_SB = np.array([np.cumsum([0, *lengths]) for lengths in LENGTHS], np.int32)
 
 
-@pytest.fixture(params=[("data",), ("data", "replica")], ids=str)
+@pytest.fixture(params=[("data",), pytest.param(("data", "replica"), marks=pytest.mark.slow)], ids=str)
 def mesh_and_axes(request):
   sizes = (4,) if len(request.param) == 1 else (2, 2)
   kinds = (AxisType.Explicit,) * len(sizes)
