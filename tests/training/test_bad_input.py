@@ -207,7 +207,7 @@ def test_a_mistake_is_said_before_anything_is_written(changes, said, config, tmp
       "model.model_width=30 is not divisible by model.num_heads=4",
       marks=pytest.mark.slow,
     ),
-    ({"model.ffn_width": 1_500_000_000}, "out of memory ("),
+    pytest.param({"model.ffn_width": 1_500_000_000}, "out of memory (", marks=pytest.mark.slow),
   ],
   ids=str,
 )

@@ -218,6 +218,7 @@ class TestOddRowsAndNeurons:
     sunk_FD[:, 3] = -1
     return dataclasses.replace(problem, **{weights: sunk_FD})
 
+  @interpreter_is_slow
   @gated_or_not
   def test_equal_float64(self, run, implementation, gated):
     special = dict(empty=[0, 33], full=[1, 69], full_tile=[64], nan=[3], inf=[4])
@@ -305,6 +306,7 @@ def test_a_row_that_fits_every_tile_can_be_too_long(run, implementation, gated, 
   assert stats.overflow_rows == overflow_rows
 
 
+@interpreter_is_slow
 def test_a_chunk_of_overflowing_rows_that_is_not_full(run, implementation, monkeypatch):
   """Seven rows, in float16, where up to eight have a program of their own that takes four at a time."""
   monkeypatch.setattr(routing, "_RUNGS", (2, 8))
