@@ -105,6 +105,8 @@ def jagged_attention(
     o[S, T, H, K], sharded along S; with broadcast_q [S, B * L, H, K].
   """
   op = "sharding.jagged_attention"
+  if "schedule" in options:
+    raise ValueError(f"{op}: schedule is of one device's offsets; leave it out, each device makes its own")
   mesh, axes, shards = _over(op, mesh, axes)
   sharded = dict(k_SXGK=k_SXGK, v_SXGK=v_SXGK, q_offsets_SB=q_offsets_SB, k_offsets_SB=k_offsets_SB)
   sharded |= dict(num_targets_SB=num_targets_SB, timestamps_ST=None if bias is None else bias.timestamps)
@@ -119,9 +121,11 @@ def jagged_attention(
       raise ValueError(
         f"{op}: {name} must be [{shards}, ...], an entry for each shard over {axes}, got shape {x.shape}"
       )
-  for name, offsets_SB, tokens in (("q_offsets_SB", q_offsets_SB, q_STHK), ("k_offsets_SB", k_offsets_SB, k_SXGK)):
-    if offsets_SB is not None:
-      _check_offsets(op, name, offsets_SB, tokens.shape[1])
+  if q_offsets_SB is not None and not broadcast_q:
+    tokens = [q_STHK.shape[1]] + ([k_SXGK.shape[1]] if k_offsets_SB is None else [])
+    _check_offsets(op, "q_offsets_SB", q_offsets_SB, min(tokens))
+  if k_offsets_SB is not None:
+    _check_offsets(op, "k_offsets_SB", k_offsets_SB, k_SXGK.shape[1])
 
   def local(sharded, replicated):
     own = {name: None if x is None else x[0] for name, x in sharded.items()}

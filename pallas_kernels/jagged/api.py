@@ -23,6 +23,7 @@ from pallas_kernels.jagged.geometry import Mask
 from pallas_kernels.jagged.schedule import Schedule
 
 _OP = "jagged.attention"
+_NO_LIMIT = 1 << 29
 
 
 class _Arguments(NamedTuple):
@@ -153,16 +154,21 @@ def _check_tokens(q_THK, k_SGK, v_SGK) -> None:
       raise ValueError(f"{_OP}: {name} must be [S, G, K] with the K={q_THK.shape[2]} of q_THK, got shape {a.shape}")
   if k_SGK.shape != v_SGK.shape:
     raise ValueError(f"{_OP}: v_SGK has shape {v_SGK.shape} and k_SGK has {k_SGK.shape}; they must be the same")
+  if q_THK.shape[2] == 0:
+    raise ValueError(f"{_OP}: q_THK{q_THK.shape} has heads of no width")
   heads, key_heads = q_THK.shape[1], k_SGK.shape[1]
   if heads == 0 or key_heads == 0 or heads % key_heads:
     raise ValueError(f"{_OP}: H={heads} query heads must be a positive multiple of the G={key_heads} key heads")
 
 
 def _mask(causal, window, block, num_targets) -> Mask:
+  limits = {}
   for name, value, least in (("window", window, 0), ("block", block, 1)):
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least):
       raise ValueError(f"{_OP}: {name}={value!r} must be an integer from {least} on, or None")
-  return Mask(causal=bool(causal), window=window, block=block, targets=num_targets is not None)
+    # No row is so long, and sums of positions stay inside int32.
+    limits[name] = None if value is None else min(int(value), _NO_LIMIT)
+  return Mask(causal=bool(causal), **limits, targets=num_targets is not None)
 
 
 def _form(activation, pre_scale, post_scale, mask, broadcast_q, heads, width) -> Form:
@@ -182,6 +188,8 @@ def _form(activation, pre_scale, post_scale, mask, broadcast_q, heads, width) ->
   for name, scale in scales.items():
     if not isinstance(scale, int | float | np.number):
       raise TypeError(f"{_OP}: {name} must be a Python number, got {scale!r}; scale q or v for one that is traced")
+    if not math.isfinite(scale):
+      raise ValueError(f"{_OP}: {name}={scale} must be finite")
   return Form(activations=names, pre_scale=float(pre_scale), post_scale=float(post_scale), mask=mask,
               broadcast_q=bool(broadcast_q))  # fmt: skip
 
@@ -222,7 +230,16 @@ def _history(num_targets, q_offsets: jax.Array) -> jax.Array | None:
     raise ValueError(
       f"{_OP}: num_targets must be int32[{num_rows}], one for each row, got {num_targets.dtype}{num_targets.shape}"
     )
-  return jnp.diff(q_offsets) - num_targets
+  history_B = jnp.diff(q_offsets) - num_targets
+  if not isinstance(history_B, jax.core.Tracer):
+    wrong = np.flatnonzero((np.asarray(num_targets) < 0) | (np.asarray(history_B) < 0))
+    if wrong.size:
+      b = int(wrong[0])
+      length = int(q_offsets[b + 1] - q_offsets[b])
+      raise ValueError(
+        f"{_OP}: num_targets[{b}] = {int(num_targets[b])} must lie in 0..{length}, the tokens of its row"
+      )
+  return history_B
 
 
 def _check_schedule(schedule: Schedule | None, mask: Mask, num_queries: int, num_keys: int) -> None:

@@ -120,8 +120,17 @@ class _Barriers(NamedTuple):
   free: jax.Array
 
 
-def _load(items: common.Items, refs: _Arrays, smem: _Arrays, tiles_ref, entry_smem, barriers: _Barriers, heads_of_step):
-  """The loading warpgroup, which goes through the steps of an item once for each of `heads_of_step(head)`."""
+def _load(
+  items: common.Items,
+  refs: _Arrays,
+  smem: _Arrays,
+  tiles_ref,
+  entry_smem,
+  barriers: _Barriers,
+  rounds: int,
+  head_of_step,
+):
+  """The loading warpgroup: through the steps of an item `rounds` times, of head_of_step(item's head, round)."""
   plgpu.set_max_registers(24, action="decrease")
 
   def load_item(n, step):
@@ -138,8 +147,11 @@ def _load(items: common.Items, refs: _Arrays, smem: _Arrays, tiles_ref, entry_sm
     plgpu.copy_gmem_to_smem(tiles_ref.at[entry], entry_smem.at[slot], full)
     other = pl.multiple_of(tiles_ref[entry, Field.OTHER_TOKEN], ALIGNMENT)
 
-    def load_step(step_head, t, step):
-      stage, run = lax.rem(step, _STAGES), pl.ds(other + t * STEP, STEP)
+    steps = tiles_ref[entry, Field.STEPS]
+
+    def load_step(done, step):
+      stage, run = lax.rem(step, _STAGES), pl.ds(other + lax.rem(done, steps) * STEP, STEP)
+      step_head = head_of_step(head, lax.div(done, steps))
       pl.when(step >= _STAGES)(lambda: plgpu.barrier_wait(barriers.free.at[stage]))
       for ref, own in zip(refs.of_steps, smem.of_steps):
         plgpu.copy_gmem_to_smem(ref.at[run, step_head], own.at[stage], barriers.full.at[stage])
@@ -147,9 +159,7 @@ def _load(items: common.Items, refs: _Arrays, smem: _Arrays, tiles_ref, entry_sm
         plgpu.copy_gmem_to_smem(ref.at[step_head, run], own.at[stage], barriers.full.at[stage])
       return step + 1
 
-    for step_head in heads_of_step(head):
-      step = lax.fori_loop(0, tiles_ref[entry, Field.STEPS], functools.partial(load_step, step_head), step)
-    return step
+    return lax.fori_loop(0, rounds * steps, load_step, step)
 
   steps = lax.fori_loop(0, items.number, load_item, jnp.int32(0))
   common.wait_for_last(items.number, _ITEMS, barriers.item_free)
@@ -163,7 +173,7 @@ def _query_kernel(refs, tiles_ref, counts_ref, d_q_ref, smem, entry_smem, *barri
   items = common.Items(counts_ref[0], heads, sm, num_sms)
 
   def load():
-    _load(items, refs, smem, tiles_ref, entry_smem, barriers, lambda head: [lax.div(head, group)])
+    _load(items, refs, smem, tiles_ref, entry_smem, barriers, 1, lambda head, n: lax.div(head, group))
 
   def compute():
     plgpu.set_max_registers(240, action="increase")
@@ -211,8 +221,7 @@ def _key_kernel(
   items = common.Items(counts_ref[0], key_heads, sm, num_sms)
 
   def load():
-    heads_of_step = lambda head: [head * group + member for member in range(group)]
-    _load(items, refs, smem, tiles_ref, entry_smem, barriers, heads_of_step)
+    _load(items, refs, smem, tiles_ref, entry_smem, barriers, group, lambda head, n: head * group + n)
 
   def compute():
     plgpu.set_max_registers(240, action="increase")

@@ -1,7 +1,7 @@
 """Between packed rows and dense arrays: copies, a softmax inside rows, and products with a matrix of each row's own.
 
-Plain jnp that XLA fuses; autodiff is JAX's own. Whatever lies behind the last row is never read: it gives 0, and gets
-no gradient.
+Plain jnp that XLA fuses and shards; autodiff is JAX's own. Whatever lies behind the last row is never read: it gives 0,
+and gets no gradient. A matrix of `jagged_dense_matmul` that is not finite may spoil other rows.
 
 Dimension key: T tokens, B rows, L longest row, D and E features.
 """
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import dispatch, row_offsets
+from pallas_kernels import row_offsets
 
 
 def jagged_to_dense(
@@ -135,7 +135,6 @@ def _checked(op: str, x_TD, offsets) -> tuple[jax.Array, jax.Array]:
   x_TD = jnp.asarray(x_TD)
   if x_TD.ndim == 0:
     raise ValueError(f"{op}: x_TD must be [T, ...], got a number")
-  dispatch.refuse_sharded(op, x_TD=x_TD)
   return x_TD, _checked_offsets(op, offsets, len(x_TD))
 
 

@@ -75,7 +75,10 @@ class Schedule:
 
 
 def make(q_offsets, k_offsets, history_B, mask: Mask, num_queries: int, num_keys: int) -> Schedule:
-  """All lists; the caller has checked the offsets."""
+  """All lists. Under jit nobody has checked the offsets: whatever they are, tiles stay inside the arrays."""
+  q_offsets, k_offsets = (
+    lax.cummax(jnp.clip(offsets, 0, tokens)) for offsets, tokens in ((q_offsets, num_queries), (k_offsets, num_keys))
+  )
   over_queries = functools.partial(
     _tile_list, q_offsets, k_offsets, history_B, mask.keys_of, mask.common_keys_of, num_queries
   )
@@ -100,6 +103,7 @@ def _tile_list(offsets, other_offsets, history_B, reach, common, num_tokens: int
   history = None if history_B is None else of_row(history_B)
   other_length = other_end - other_begin
   reach_begin, reach_end = reach(first, last, other_length)
+  reach_begin = jnp.minimum(reach_begin, other_length)  # a window or a block may lie behind a shorter row
   common_begin, common_end = common(first, last, other_length, history)
   other_token = (other_begin + reach_begin) // ALIGNMENT * ALIGNMENT
   # At least one, all of it masked where there is nothing to see: so that every item has its turn in the kernels.

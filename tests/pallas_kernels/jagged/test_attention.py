@@ -255,6 +255,10 @@ class TestConventions:
     np.testing.assert_array_equal(self.positions(70, 70, window=69), everything)
     np.testing.assert_array_equal(np.flatnonzero(self.positions(70, 70, window=68) != everything), [0, 69])
 
+  @pytest.mark.parametrize("window", [2**31 - 1, 2**40, np.int64(200)])
+  def test_a_window_beyond_every_row_is_none(self, window):
+    np.testing.assert_array_equal(self.positions(70, 70, window=window), self.positions(70, 70))
+
   def test_blocks_restart_with_each_row(self):
     problem = draw(21, [3, 130], block=64)
     alone = draw(21, [3, 130], block=64)
@@ -419,6 +423,10 @@ class TestRefusals:
     self.refused("window=True must be an integer", window=True)
     self.refused("block=0 must be an integer from 1 on", block=0)
     self.refused("pre_scale must be a Python number", TypeError, pre_scale=jnp.float32(1))
+    self.refused("post_scale=nan must be finite", post_scale=float("nan"))
+    self.refused(
+      "q_THK(6, 4, 0) has heads of no width", **{name: self.q[:, :, :0] for name in ("q_THK", "k_SGK", "v_SGK")}
+    )
 
   def test_targets_and_bias(self):
     self.refused("num_targets must be int32[2], one for each row, got int32(3,)", num_targets=np.zeros(3, np.int32))
@@ -426,6 +434,11 @@ class TestRefusals:
       "num_targets is for queries and keys that are the same tokens", num_targets=np.zeros(2, np.int32),
       k_offsets=self.offsets,
     )  # fmt: skip
+    for values, said in (
+      ([-3, 0], "num_targets[0] = -3 must lie in 0..2"),
+      ([0, 5], "num_targets[1] = 5 must lie in 0..4"),
+    ):
+      self.refused(said, num_targets=np.array(values, np.int32))
     bias = lambda position=9, time=129, timestamps=6: jagged.RelativeBias(
       jnp.zeros(position), jnp.zeros(time), jnp.zeros(timestamps, jnp.int32)
     )

@@ -85,6 +85,7 @@ def test_tiles_are_those_of_each_row(lengths):
 ROWS = {
   "usual": ([5, 130, 0, 300], None),
   "other_keys": ([5, 130, 0, 300], [200, 0, 7, 129]),
+  "far_keys": ([8, 512], [512, 8]),
   "nothing": ([], None),
   "only_empty": ([0, 0], [3, 0]),
 }
@@ -120,6 +121,7 @@ def test_every_token_has_a_tile_and_its_steps_reach_what_it_sees(lengths, k_leng
       assert (entry[Field.OTHER_BEGIN], entry[Field.OTHER_END]) == (other[row], other[row + 1])
       assert token % 8 == 0
       assert entry[Field.OTHER_TOKEN] % 8 == 0
+      assert entry[Field.OTHER_BEGIN] - 8 < entry[Field.OTHER_TOKEN] <= entry[Field.OTHER_END]
       tokens = np.arange(max(token, begin), min(token + 128, end))
       covered[tokens] += 1
       lengths_of_row = (int(np.diff(offsets)[row]) for offsets in (q_offsets, k_offsets))
@@ -179,3 +181,15 @@ def test_a_schedule_is_made_under_jit_and_handed_on():
   made = jax.jit(lambda offsets: jagged.make_schedule(offsets, num_queries=8, causal=True))(offsets)
   call = jax.jit(jax.grad(lambda q, made: jnp.sum(jagged.attention(q, q, q, offsets, causal=True, schedule=made))))
   assert call(q, made).shape == q.shape
+
+
+@pytest.mark.parametrize("offsets", [[0, 5, 99], [0, 9, 3], [0, 2**31 - 1, -7], [4, 2, 1]])
+def test_wrong_offsets_under_jit_leave_no_array(offsets):
+  """Nobody can check them there."""
+  made = jax.jit(lambda offsets: jagged.make_schedule(offsets, num_queries=16))(np.array(offsets, np.int32))
+  number, used = map(int, made.forward.counts)
+  assert number <= len(made.forward.tiles_NF)
+  assert 0 <= used <= 16
+  entries = np.asarray(made.forward.tiles_NF)[:number]
+  for field in (Field.TOKEN, Field.BEGIN, Field.END, Field.OTHER_TOKEN, Field.OTHER_END):
+    assert ((entries[:, field] >= 0) & (entries[:, field] <= 16)).all()
