@@ -68,6 +68,7 @@ def test_equals_the_local_call_of_each_shard(mesh_and_axes):
     np.testing.assert_allclose(d, expected_d, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_seeds_get_the_gradient_of_all_shards(mesh_and_axes):
   mesh, axes = mesh_and_axes
   q, k, v = draw(5, HEADS, WIDTH), *(draw(4, TOKENS, HEADS, WIDTH) for _ in range(2))
