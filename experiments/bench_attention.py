@@ -1,4 +1,4 @@
-"""Speed of the jagged attention family on a GPU, beside cuDNN in three forms and plain XLA; a record and a table.
+"""Speed of the jagged attention family on a GPU, beside cuDNN in two forms and plain XLA; a record and a table.
 
 python -m experiments.bench_attention --record=runs/attention
 python -m experiments.bench_attention --cases=gdpa,flash --record=runs/attention
@@ -120,11 +120,9 @@ class Problem:
     self.q = normal(keys[0], shape.queries or num_q)
     self.k, self.v = normal(keys[1], num_k), normal(keys[2], num_k)
     self.d_o = normal(keys[3], shape.B * shape.queries if shape.queries else num_q)
-    masks = {name: case.options[name] for name in ("causal", "window", "block") if name in case.options}
-    self.pairs = visible_pairs(q_lengths, k_lengths, **masks)
-    self.schedule = jagged.make_schedule(
-      self.q_offsets, self.k_offsets, num_queries=len(self.d_o), num_keys=num_k, **masks
-    )
+    self.masks = {name: case.options[name] for name in ("causal", "window", "block") if name in case.options}
+    self.pairs = visible_pairs(q_lengths, k_lengths, **self.masks)
+    self.schedule = self._make_schedule(self.q_offsets, self.k_offsets)
     sms = device.num_sms() if implementation == "hopper" else 132
     self.imbalance = float(self.schedule.imbalance(shape.H, sms))
 
@@ -185,9 +183,8 @@ class Problem:
     return found
 
   def _make_schedule(self, q_offsets, k_offsets):
-    masks = {name: self.case.options[name] for name in ("causal", "window", "block") if name in self.case.options}
     tokens = dict(num_queries=len(self.d_o), num_keys=len(self.k))
-    return jagged.make_schedule(q_offsets, k_offsets, **tokens, **masks)
+    return jagged.make_schedule(q_offsets, k_offsets, **tokens, **self.masks)
 
   def _baseline(self, name: str) -> tuple[Callable, tuple]:
     """(function of q, k, v and the cotangent, its arguments)."""

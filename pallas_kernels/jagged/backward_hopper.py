@@ -14,7 +14,6 @@ warpgroup and of a step.
 """
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -23,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import device, mosaic
+from pallas_kernels import mosaic
 from pallas_kernels.jagged import common_hopper as common
 from pallas_kernels.jagged import rows, schedule
 from pallas_kernels.jagged.form import Form
@@ -31,9 +30,6 @@ from pallas_kernels.jagged.schedule import ALIGNMENT, TILE, Field, TileList
 from pallas_kernels.jagged.schedule import BACKWARD_STEP as STEP
 
 _STAGES = 2  # steps on their way
-_ITEMS = 2  # of a block that are there: one is used, one arrives
-_SMS_OF_A_TEST = 2  # the interpreter has no device to ask
-_LOG2_E = math.log2(math.e)
 
 
 @functools.partial(jax.jit, static_argnames=("form", "num_sms", "interpret"))
@@ -70,17 +66,16 @@ class _Arrays(NamedTuple):
 
 def _launch(name, kernel, results, arrays: _Arrays, tiles: TileList, form: Form, num_sms, interpret) -> tuple:
   """Results of the shapes and dtypes of `results`."""
-  if num_sms is None:
-    num_sms = _SMS_OF_A_TEST if interpret else device.num_sms()
+  num_sms = common.num_sms_of(num_sms, interpret=interpret)
   width, dtype = results[0].shape[2], results[0].dtype
   reach = TILE * interpret  # copies that reach past the end of an array are not for the interpreter
   pad = lambda a_THK: jnp.pad(a_THK, ((0, -len(a_THK) % ALIGNMENT + reach), (0, 0), (0, 0)))
   pad_sums = lambda a_HT: jnp.pad(a_HT, ((0, 0), (0, -a_HT.shape[1] % ALIGNMENT + reach)))
   shared = functools.partial(plgpu.SMEM, transforms=mosaic.operand_transforms(width))
   scratch = _Arrays(
-    tuple(shared((_ITEMS, 2, rows.ROWS, width), dtype) for _ in arrays.of_items),
+    tuple(shared((common.ITEMS, 2, rows.ROWS, width), dtype) for _ in arrays.of_items),
     tuple(shared((_STAGES, STEP, width), dtype) for _ in arrays.of_steps),
-    tuple(plgpu.SMEM((_ITEMS, 2, rows.ROWS), jnp.float32) for _ in arrays.item_sums),
+    tuple(plgpu.SMEM((common.ITEMS, 2, rows.ROWS), jnp.float32) for _ in arrays.item_sums),
     tuple(plgpu.SMEM((_STAGES, STEP), jnp.float32) for _ in arrays.step_sums),
   )
   copies_of_item = 2 * len(arrays.of_items + arrays.item_sums) + 1  # two halves of a tile, and the entry
@@ -93,9 +88,9 @@ def _launch(name, kernel, results, arrays: _Arrays, tiles: TileList, form: Form,
     thread_name="wg",
     scratch_types=[
       scratch,
-      plgpu.SMEM((_ITEMS, schedule.FIELDS), jnp.int32),
-      plgpu.Barrier(num_arrivals=copies_of_item, num_barriers=_ITEMS),
-      plgpu.Barrier(num_arrivals=2, num_barriers=_ITEMS),
+      plgpu.SMEM((common.ITEMS, schedule.FIELDS), jnp.int32),
+      plgpu.Barrier(num_arrivals=copies_of_item, num_barriers=common.ITEMS),
+      plgpu.Barrier(num_arrivals=2, num_barriers=common.ITEMS),
       plgpu.Barrier(num_arrivals=len(arrays.of_steps + arrays.step_sums), num_barriers=_STAGES),
       plgpu.Barrier(num_arrivals=2, num_barriers=_STAGES),
     ],
@@ -134,8 +129,8 @@ def _load(
   plgpu.set_max_registers(24, action="decrease")
 
   def load_item(n, step):
-    (entry, head), slot = items[n], lax.rem(n, _ITEMS)
-    pl.when(n >= _ITEMS)(lambda: plgpu.barrier_wait(barriers.item_free.at[slot]))
+    (entry, head), slot = items[n], lax.rem(n, common.ITEMS)
+    pl.when(n >= common.ITEMS)(lambda: plgpu.barrier_wait(barriers.item_free.at[slot]))
     token = pl.multiple_of(tiles_ref[entry, Field.TOKEN], ALIGNMENT)
     full = barriers.item_full.at[slot]
     for w in range(2):
@@ -162,7 +157,7 @@ def _load(
     return lax.fori_loop(0, rounds * steps, load_step, step)
 
   steps = lax.fori_loop(0, items.number, load_item, jnp.int32(0))
-  common.wait_for_last(items.number, _ITEMS, barriers.item_free)
+  common.wait_for_last(items.number, common.ITEMS, barriers.item_free)
   common.wait_for_last(steps, _STAGES, barriers.free)
 
 
@@ -179,9 +174,9 @@ def _query_kernel(refs, tiles_ref, counts_ref, d_q_ref, smem, entry_smem, *barri
     plgpu.set_max_registers(240, action="increase")
 
     def compute_item(n, step):
-      (_, head), slot = items[n], lax.rem(n, _ITEMS)
+      (_, head), slot = items[n], lax.rem(n, common.ITEMS)
       plgpu.barrier_wait(barriers.item_full.at[slot])
-      entry = {field: entry_smem[slot, field] for field in Field}
+      entry = common.read_entry(entry_smem, slot)
       first = wg * rows.ROWS
       q_smem, d_o_smem = (own.at[slot, wg] for own in smem.of_items)
       sums = [plgpu.load(own.at[slot, wg], layout=plgpu.Layout.WGMMA.reduce(1)) for own in smem.item_sums]
@@ -227,9 +222,9 @@ def _key_kernel(
     plgpu.set_max_registers(240, action="increase")
 
     def compute_item(n, step):
-      (_, head), slot = items[n], lax.rem(n, _ITEMS)
+      (_, head), slot = items[n], lax.rem(n, common.ITEMS)
       plgpu.barrier_wait(barriers.item_full.at[slot])
-      entry = {field: entry_smem[slot, field] for field in Field}
+      entry = common.read_entry(entry_smem, slot)
       first = wg * rows.ROWS
       k_smem, v_smem = (own.at[slot, wg] for own in smem.of_items)
 
@@ -285,7 +280,7 @@ def _weights(form: Form, head, s, d_p, sums, masked, visible, *, queries: int) -
   """p, and d_s without the scales that `_score_scale` holds; 0 for pairs that are not visible."""
   if form.is_softmax:
     lse, delta = (lax.broadcast_in_dim(x, s.shape, [queries]) for x in sums)
-    p = jnp.exp2(s * (form.pre_scale * _LOG2_E) - lse * _LOG2_E)
+    p = jnp.exp2(s * (form.pre_scale * common.LOG2_E) - lse * common.LOG2_E)
     d_s = p * (_scaled(d_p, form.post_scale) - delta)
   else:
     s = _scaled(s, form.pre_scale)

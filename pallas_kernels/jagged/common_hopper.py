@@ -3,14 +3,28 @@
 Dimension key: Q queries, C keys.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import device
 from pallas_kernels.jagged import rows, schedule
 from pallas_kernels.jagged.form import Form
 from pallas_kernels.jagged.schedule import Field
+
+ITEMS = 2  # of a block that are there: one is used, one arrives
+LOG2_E = math.log2(math.e)
+_SMS_OF_A_TEST = 2  # the interpreter has no device to ask
+
+
+def num_sms_of(num_sms: int | None, *, interpret: bool) -> int:
+  """As many as asked for; None: those of the device, which must then be there."""
+  if num_sms is not None:
+    return num_sms
+  return _SMS_OF_A_TEST if interpret else device.num_sms()
 
 
 class Items:
@@ -24,6 +38,11 @@ class Items:
     """(entry of the schedule, head) of the n-th item."""
     place = schedule.nth(n, self._sm, self._num_sms)
     return lax.div(place, self._heads), lax.rem(place, self._heads)
+
+
+def read_entry(entry_smem, slot) -> dict:
+  """The fields of the item in `slot`."""
+  return {field: entry_smem[slot, field] for field in Field}
 
 
 def is_masked(entry, t):

@@ -14,7 +14,6 @@ of a step, N tiles.
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -22,16 +21,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import device, mosaic
+from pallas_kernels import mosaic
 from pallas_kernels.jagged import common_hopper as common
 from pallas_kernels.jagged import rows, schedule
 from pallas_kernels.jagged.form import Form
 from pallas_kernels.jagged.schedule import FORWARD_STEP as STEP
 from pallas_kernels.jagged.schedule import TILE, Field, TileList
 
-_ITEMS = 2  # of a block whose queries are there: one is used, one arrives
-_SMS_OF_A_TEST = 2  # the interpreter has no device to ask
-_LOG2_E = math.log2(math.e)
 _LOWEST = -1e30  # below any score; -inf could not be subtracted from itself
 
 
@@ -41,8 +37,8 @@ class Config:
 
   def smem_bytes(self, width: int) -> int:
     """Queries, keys and values, entries of the schedule, barriers."""
-    queries, keys = _ITEMS * TILE * width * 2, self.stages * STEP * width * 2
-    return queries + 2 * keys + _ITEMS * schedule.FIELDS * 4 + 8 * (2 * _ITEMS + 4 * self.stages + 1)
+    queries, keys = common.ITEMS * TILE * width * 2, self.stages * STEP * width * 2
+    return queries + 2 * keys + common.ITEMS * schedule.FIELDS * 4 + 8 * (2 * common.ITEMS + 4 * self.stages + 1)
 
 
 @functools.partial(jax.jit, static_argnames=("form", "config", "num_sms", "interpret"))
@@ -73,8 +69,7 @@ def forward(
   """
   heads, width = q_THK.shape[1:]
   mosaic.check_smem(f"jagged.attention {config}, K={width}", config.smem_bytes(width))
-  if num_sms is None:
-    num_sms = _SMS_OF_A_TEST if interpret else device.num_sms()
+  num_sms = common.num_sms_of(num_sms, interpret=interpret)
   # Copies take whole swizzle tiles of 8 tokens; the interpreter has none that reaches past the end of an array.
   pad = lambda a, tile: jnp.pad(a, ((0, -len(a) % 8 + tile * interpret), (0, 0), (0, 0)))
   transforms = mosaic.operand_transforms(width)
@@ -89,12 +84,12 @@ def forward(
     num_threads=3,
     thread_name="wg",
     scratch_types=[
-      plgpu.SMEM((_ITEMS, 2, rows.ROWS, width), q_THK.dtype, transforms=transforms),
+      plgpu.SMEM((common.ITEMS, 2, rows.ROWS, width), q_THK.dtype, transforms=transforms),
       plgpu.SMEM((config.stages, STEP, width), q_THK.dtype, transforms=transforms),
       plgpu.SMEM((config.stages, STEP, width), q_THK.dtype, transforms=transforms),
-      plgpu.SMEM((_ITEMS, schedule.FIELDS), jnp.int32),
-      plgpu.Barrier(num_arrivals=3, num_barriers=_ITEMS),
-      plgpu.Barrier(num_arrivals=2, num_barriers=_ITEMS),
+      plgpu.SMEM((common.ITEMS, schedule.FIELDS), jnp.int32),
+      plgpu.Barrier(num_arrivals=3, num_barriers=common.ITEMS),
+      plgpu.Barrier(num_arrivals=2, num_barriers=common.ITEMS),
       plgpu.Barrier(num_barriers=config.stages),
       plgpu.Barrier(num_barriers=config.stages),
       plgpu.Barrier(num_arrivals=2, num_barriers=config.stages),
@@ -119,8 +114,8 @@ def _kernel(q_ref, k_ref, v_ref, tiles_ref, counts_ref, o_ref, *rest, form: Form
     plgpu.set_max_registers(40, action="decrease")
 
     def load_item(n, step):
-      (entry, head), slot = items[n], lax.rem(n, _ITEMS)
-      pl.when(n >= _ITEMS)(lambda: plgpu.barrier_wait(q_free.at[slot]))
+      (entry, head), slot = items[n], lax.rem(n, common.ITEMS)
+      pl.when(n >= common.ITEMS)(lambda: plgpu.barrier_wait(q_free.at[slot]))
       token = pl.multiple_of(tiles_ref[entry, Field.TOKEN], schedule.ALIGNMENT)
       for w in range(2):
         own = pl.ds(token + w * rows.ROWS, rows.ROWS)
@@ -138,7 +133,7 @@ def _kernel(q_ref, k_ref, v_ref, tiles_ref, counts_ref, o_ref, *rest, form: Form
       return lax.fori_loop(0, tiles_ref[entry, Field.STEPS], load_step, step)
 
     steps = lax.fori_loop(0, items.number, load_item, jnp.int32(0))
-    common.wait_for_last(items.number, _ITEMS, q_free)
+    common.wait_for_last(items.number, common.ITEMS, q_free)
     common.wait_for_last(steps, stages, k_free, v_free)
 
   def compute():
@@ -151,9 +146,9 @@ def _kernel(q_ref, k_ref, v_ref, tiles_ref, counts_ref, o_ref, *rest, form: Form
     pl.when(wg == 1)(meet)  # from here on half a step behind
 
     def compute_item(n, step):
-      (_, head), slot = items[n], lax.rem(n, _ITEMS)
+      (_, head), slot = items[n], lax.rem(n, common.ITEMS)
       plgpu.barrier_wait(q_full.at[slot])
-      entry = {field: entry_smem[slot, field] for field in Field}
+      entry = common.read_entry(entry_smem, slot)
       first = wg * rows.ROWS
       q = q_smem.at[slot, wg]
 
@@ -190,7 +185,7 @@ def _kernel(q_ref, k_ref, v_ref, tiles_ref, counts_ref, o_ref, *rest, form: Form
       place = head, entry[Field.TOKEN] + first, entry[Field.BEGIN], entry[Field.END]
       if form.is_softmax:
         most_Q, total_Q = sums
-        lse_Q = (most_Q + jnp.log2(total_Q)) / _LOG2_E
+        lse_Q = (most_Q + jnp.log2(total_Q)) / common.LOG2_E
         rows.store_numbers(lse_Q, lse_ref[0], *place, interpret=interpret)
         o_QK = o_QK * lax.broadcast_in_dim(1 / jnp.where(total_Q == 0, 1.0, total_Q), o_QK.shape, [0])
       if form.post_scale != 1:
@@ -213,7 +208,7 @@ def _weights(form: Form, head, s_QC, carry, masked, visible):
     return replace(p_QC, 0.0), carry
   o_QK, most_Q, total_Q = carry
   rows_of = lambda x_Q, like: lax.broadcast_in_dim(x_Q, like.shape, [0])
-  s_QC = replace(s_QC * (form.pre_scale * _LOG2_E), -jnp.inf)
+  s_QC = replace(s_QC * (form.pre_scale * common.LOG2_E), -jnp.inf)
   new_Q = jnp.maximum(most_Q, s_QC.max(axis=1))
   kept_Q = jnp.exp2(most_Q - new_Q)
   p_QC = jnp.exp2(s_QC - rows_of(new_Q, s_QC))

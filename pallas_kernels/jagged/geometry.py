@@ -59,34 +59,32 @@ class Mask:
 
   def common_keys_of(self, first, last, length, history=None):
     """(begin, end) of the keys that every one of the queries first..last sees; end <= begin if there are none."""
-    begin, end = jnp.zeros_like(first), length
+    begin, end = self._common_reach(first, last, length)
     if self.causal:
       end = jnp.minimum(end, first + 1)
-    if self.window is not None:
-      begin = jnp.maximum(last - self.window, 0)
-      end = jnp.minimum(end, first + self.window + 1)
-    if self.block is not None:
-      block = first // self.block
-      begin = jnp.maximum(begin, block * self.block)
-      end = jnp.where(block == last // self.block, jnp.minimum(end, (block + 1) * self.block), begin)
     if self.targets:
       end = jnp.minimum(end, history)
     return begin, end
 
   def common_queries_of(self, first, last, length, history=None):
     """(begin, end) of the queries that see every one of the keys first..last; end <= begin if there are none."""
+    begin, end = self._common_reach(first, last, length)
+    if self.causal:
+      begin = jnp.maximum(begin, last)
+    if self.targets:
+      end = jnp.where(last < history, end, begin)
+    return begin, end
+
+  def _common_reach(self, first, last, length):
+    """What window and block let all of first..last see."""
     begin, end = jnp.zeros_like(first), length
     if self.window is not None:
       begin = jnp.maximum(last - self.window, 0)
       end = jnp.minimum(end, first + self.window + 1)
-    if self.causal:
-      begin = jnp.maximum(begin, last)
     if self.block is not None:
       block = first // self.block
       begin = jnp.maximum(begin, block * self.block)
       end = jnp.where(block == last // self.block, jnp.minimum(end, (block + 1) * self.block), begin)
-    if self.targets:
-      end = jnp.where(last < history, end, begin)
     return begin, end
 
   def _reach(self, first, last):
