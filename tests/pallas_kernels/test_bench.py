@@ -99,7 +99,7 @@ def test_quantiles_are_ordered_and_in_milliseconds():
 
 
 def test_functions_take_turns_and_each_fills_its_queues(monkeypatch):
-  clock, order = [0.0], []
+  clock, order, rests = [0.0], [], []
 
   def lasting(name, milliseconds):
     def call(x):
@@ -110,11 +110,12 @@ def test_functions_take_turns_and_each_fills_its_queues(monkeypatch):
     return call
 
   monkeypatch.setattr(bench.jax, "jit", lambda function: function)
-  monkeypatch.setattr(bench, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
+  monkeypatch.setattr(bench, "time", types.SimpleNamespace(perf_counter=lambda: clock[0], sleep=rests.append))
   functions = {"slow": lasting("slow", 4), "fast": lasting("fast", 1)}
   timings = bench.device_times(functions, "x", samples=3, seconds=9.5e-3)
-  turn = [("slow", "x")] * 2 + [("fast", "x")] * 9
+  turn = [("slow", "x")] * 4 + [("fast", "x")] * 9  # a queue has four calls at least
   assert order == [("slow", "x")] * 8 + [("fast", "x")] * 8 + 3 * turn
+  assert rests == [9.5e-3] * 6
   assert timings["slow"] == pytest.approx({"ms": 4, "ms_p10": 4, "ms_p90": 4})
   assert timings["fast"] == pytest.approx({"ms": 1, "ms_p10": 1, "ms_p90": 1})
 
