@@ -14,6 +14,18 @@ def table(cases: list[Json]) -> str:
   return "\n".join(parts)
 
 
+def summary(cases: list[Json]) -> str:
+  """Returns Markdown of the routes alone, a line a case: for README.md."""
+  header = ["tokens", "non-zeros a token", "dense", "sparse", "auto", "auto took", "auto over dense", "error"]
+  rows = []
+  for case in cases:
+    ms, error = _medians(case), max(case["relative_error"].values())
+    times = (f"{ms[what]:.{_digits(ms[what])}f} ms" for what in ("dense", *ROUTES))
+    start = [f"{case['shape']['M']:,}", f"{case['nonzeros_mean']:.1f} ({100 * case['activity']['density']:g} %)"]
+    rows.append([*start, *times, case["auto_took"], f"{ms['dense'] / ms['auto']:.2f}x", f"{error:.0e}"])
+  return bench.markdown_table(header, rows)
+
+
 def _trained(cases: list[Json]) -> list[tuple[Json, Json]]:
   """(as trained, pruned and sorted) of each layer; a run that died between them leaves one out."""
   by_name = {case["name"]: case for case in cases}

@@ -112,18 +112,22 @@ def write_documents(*, check: bool) -> None:
 
 
 def _document_tables() -> dict[str, Callable[[], str]]:
+  from experiments import ffn_tables
   from pallas_kernels import bench
-  from sparse_lm.tables import decode_table, fill, speed_table, to_markdown
+  from sparse_lm.tables import decode_table, fill, sparse_table, speed_table, to_markdown
 
   def paper(name: str) -> str:
     table = load_table(str(ROOT / "configs" / "tables" / f"{name}.py"))
     return to_markdown(table, fill(table, ROOT))
 
+  cases = lambda *names: [case for name in names for case in bench.load_cases(RECORDS / name)]
   documents = {name: functools.partial(paper, name) for name in table_names()}
   return documents | {
     "demo": _demo_table,
-    "speed": lambda: speed_table(bench.load_cases(RECORDS / "bench_lm_dense")),
-    "decode": lambda: decode_table(bench.load_cases(RECORDS / "bench_generate_decode")),
+    "speed": lambda: speed_table(cases("bench_lm_dense")),
+    "decode": lambda: decode_table(cases("bench_generate_decode")),
+    "sparse": lambda: sparse_table(cases("bench_lm_sparse")),
+    "ffn": lambda: ffn_tables.summary(cases("bench_ffn_density", "bench_ffn_decode")),
   }
 
 

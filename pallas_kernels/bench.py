@@ -19,16 +19,16 @@ import jax.numpy as jnp
 import numpy as np
 
 Timing = dict[str, float]
-_QUEUE_SECONDS, _QUEUE_CALLS = 0.05, 4  # that a queue takes and holds at least
+_SECONDS, _CALLS = 0.05, 4  # of a queue, at least
 
 
-def device_time(function: collections.abc.Callable, *args, samples: int = 15, seconds: float = _QUEUE_SECONDS) -> Timing:
+def device_time(function: collections.abc.Callable, *args, samples: int = 15, seconds: float = _SECONDS) -> Timing:
   """Returns median, p10 and p90 of the milliseconds of one call, timed as `device_times` does."""
   return device_times({"it": function}, *args, samples=samples, seconds=seconds)["it"]
 
 
 def device_times(
-  functions: dict[str, collections.abc.Callable], *args, samples: int = 15, seconds: float = _QUEUE_SECONDS
+  functions: dict[str, collections.abc.Callable], *args, samples: int = 15, seconds: float = _SECONDS
 ) -> dict[str, Timing]:
   """Returns median, p10 and p90 of the milliseconds of one call of each function, all with the same arguments.
 
@@ -36,8 +36,8 @@ def device_times(
   device, so what is timed is the device, as long as a call lasts longer than its dispatch (some 20 us). XLA records a
   CUDA graph anew when buffers move, so a function of many small kernels should return one array rather than many.
 
-  The functions take turns, a queue each: a device that slows down as it warms slows them all. Before each queue there is
-  a rest as long as a queue: a board at its power limit lowers its clocks, and would do so for whoever comes next.
+  The functions take turns, a queue each: a device that slows down as it warms slows them all. Before each queue there
+  is a rest as long as a queue: a board at its power limit lowers its clocks, and would do so for whoever comes next.
   """
   calls = {name: jax.jit(function) for name, function in functions.items()}
 
@@ -52,7 +52,7 @@ def device_times(
   numbers, times = {}, collections.defaultdict(list)
   for name in functions:
     queue(name, 3)  # compiles, loads the module, fills the allocator
-    numbers[name] = max(_QUEUE_CALLS, int(seconds / queue(name, 5)))
+    numbers[name] = max(_CALLS, int(seconds / queue(name, 5)))
   for _ in range(samples):
     for name, number in numbers.items():
       time.sleep(seconds)

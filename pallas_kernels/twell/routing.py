@@ -24,9 +24,10 @@ _MIN_SAMPLE = 64
 _PAYS_BELOW = 0.0125
 _PAYS_BELOW_BEYOND_L2 = 0.008  # rows then often come from memory
 _L2_BYTES = 48 << 20
-_CHUNK = 8192  # rows computed densely at a time, which bounds the temporaries
-# Numbers of rows that have a program of their own; for more, all rows are computed.
-_RUNGS = (256, 1024, 4096, 16384, 49152)
+_CHUNK = 32768  # rows computed densely at a time, which bounds the temporaries
+# Numbers of rows that have a program of their own, where they are less than a quarter of all; for more, all rows are
+# computed. A branch of a CUDA graph costs 9 us whether it is taken or not, so calls of few tokens have few.
+_RUNGS = (512, 4096, 24576)
 
 
 def sample_rows(num_tokens: int) -> np.ndarray:
@@ -61,7 +62,7 @@ def compute_misfits(
   once. The others keep their bits.
   """
   num_tokens = x_MD.shape[0]
-  rungs = [rung for rung in _RUNGS if rung < num_tokens] + [num_tokens]
+  rungs = [rung for rung in _RUNGS if rung < num_tokens // 4] + [num_tokens]
   number = sums.overflow_rows
   # 0: nothing to do; n: the first rung that holds them all
   branch = jnp.where(number == 0, 0, 1 + jnp.sum(number > jnp.asarray(rungs[:-1], jnp.int32), dtype=jnp.int32))

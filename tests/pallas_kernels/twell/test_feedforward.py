@@ -318,7 +318,7 @@ def test_a_chunk_of_overflowing_rows_that_is_not_full(run, implementation, monke
 
 
 @without_interpreter
-@pytest.mark.parametrize("number", [255, 256, 257, 1024, 1025])
+@pytest.mark.parametrize("number", [511, 512, 513])
 def test_many_rows_that_overflow(run, implementation, number):
   """One row more takes another program."""
   problem = draw(23, 2500, 128, 256)
@@ -328,7 +328,7 @@ def test_many_rows_that_overflow(run, implementation, number):
 
 @without_interpreter
 def test_more_rows_that_overflow_than_are_computed_at_a_time(run, implementation):
-  problem = draw(24, 20000, 128, 128).with_rows(full=range(0, 20000, 2))
+  problem = draw(24, 70000, 128, 128).with_rows(full=range(0, 70000, 2))
   assert_equals_oracle(problem, call(run, problem, implementation=implementation, route="sparse"))
 
 
