@@ -39,6 +39,23 @@ def operand_transforms(width: int = 64) -> tuple:
   return plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]
 
 
+def rows_operand(shape: tuple[int, ...], dtype, *, interpret: bool):
+  """Scratch for wgmma operands whose copies begin at any row: `views` are what a kernel makes of it.
+
+  A copy into tiles of 8 rows can begin at multiples of 8 rows alone. Here the last axis is as wide as a swizzle, so
+  that tiles of 8 rows one after another are the same bytes as plain rows, which a copy can begin to read anywhere.
+  """
+  tiling, swizzle = operand_transforms(shape[-1])
+  tiled = plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
+  # The interpreter holds the members of a union apart, and knows no tiles.
+  return tiled if interpret else plgpu.RefUnion(plgpu.SMEM(shape, dtype, transforms=(swizzle,)), tiled)
+
+
+def views(operand_smem, *, interpret: bool) -> tuple:
+  """(what copies write, what products read) of a `rows_operand`."""
+  return (operand_smem, operand_smem) if interpret else tuple(operand_smem)
+
+
 def swizzle_bytes(width: int) -> int:
   """The widest swizzle that divides rows of `width` 16-bit values: 128 bytes, or 64."""
   if width % 32:

@@ -66,10 +66,10 @@ def make_schedule(
     For `schedule=`; its `imbalance(heads, num_sms)` predicts how uneven the SMs' shares are.
   """
   num_keys = num_queries if num_keys is None else num_keys
-  mask = _mask(causal, window, block, num_targets)
+  mask, same_tokens = _mask(causal, window, block, num_targets), k_offsets is None
   q_offsets, k_offsets = _offsets(q_offsets, k_offsets, num_queries, num_keys, False, num_targets, None)
   history_B = _history(num_targets, q_offsets)
-  return schedules.make(q_offsets, k_offsets, history_B, mask, num_queries, num_keys)
+  return schedules.make(q_offsets, k_offsets, history_B, mask, num_queries, num_keys, same_tokens=same_tokens)
 
 
 def attention(
@@ -119,7 +119,7 @@ def attention(
     broadcast_q: every row has these queries.
     schedule: of `jagged.make_schedule`, so that kernels need not make one. Its mask and numbers of tokens are checked;
       its offsets are not, and with others than these the result is wrong.
-    implementation: "reference", "interpret", "hopper". None takes "reference": the kernels have not run on a GPU yet.
+    implementation: "reference", "interpret", "hopper"; None takes hopper where it can serve.
 
   Returns:
     o_THK in the dtype of q; with broadcast_q [B * L, H, K].
@@ -131,7 +131,7 @@ def attention(
   q_THK, k_SGK, v_SGK = (jnp.asarray(a) for a in (q_THK, k_SGK, v_SGK))
   _check_tokens(q_THK, k_SGK, v_SGK)
   mask = _mask(causal, window, block, num_targets)
-  form = _form(activation, pre_scale, post_scale, mask, broadcast_q, *q_THK.shape[1:])
+  form = _form(activation, pre_scale, post_scale, mask, broadcast_q, k_offsets is None, *q_THK.shape[1:])
   q_offsets, k_offsets = _offsets(q_offsets, k_offsets, len(q_THK), len(k_SGK), broadcast_q, num_targets, bias)
   dispatch.refuse_sharded(_OP, q_THK=q_THK, k_SGK=k_SGK, v_SGK=v_SGK, q_offsets=q_offsets, k_offsets=k_offsets)
   history_B = _history(num_targets, q_offsets)
@@ -140,7 +140,7 @@ def attention(
     bias = jax.tree.map(jnp.asarray, bias)
     bias.check(_OP, len(q_THK))
   unsupported = lambda: _kernels().unsupported(q_THK.dtype, q_THK.shape[2], form, has_bias=bias is not None)
-  chosen = dispatch.choose(_OP, "reference" if implementation is None else implementation, unsupported)
+  chosen = dispatch.choose(_OP, implementation, unsupported)
   return _attention(form, chosen, _Arguments(q_THK, k_SGK, v_SGK, bias, q_offsets, k_offsets, history_B, schedule))
 
 
@@ -171,7 +171,7 @@ def _mask(causal, window, block, num_targets) -> Mask:
   return Mask(causal=bool(causal), **limits, targets=num_targets is not None)
 
 
-def _form(activation, pre_scale, post_scale, mask, broadcast_q, heads, width) -> Form:
+def _form(activation, pre_scale, post_scale, mask, broadcast_q, same_tokens, heads, width) -> Form:
   names = (activation,) if isinstance(activation, str) else tuple(activation)
   allowed = (SOFTMAX, *ACTIVATIONS)
   if unknown := [name for name in names if name not in allowed]:
@@ -190,8 +190,14 @@ def _form(activation, pre_scale, post_scale, mask, broadcast_q, heads, width) ->
       raise TypeError(f"{_OP}: {name} must be a Python number, got {scale!r}; scale q or v for one that is traced")
     if not math.isfinite(scale):
       raise ValueError(f"{_OP}: {name}={scale} must be finite")
-  return Form(activations=names, pre_scale=float(pre_scale), post_scale=float(post_scale), mask=mask,
-              broadcast_q=bool(broadcast_q))  # fmt: skip
+  return Form(
+    activations=names,
+    pre_scale=float(pre_scale),
+    post_scale=float(post_scale),
+    mask=mask,
+    broadcast_q=bool(broadcast_q),
+    same_tokens=same_tokens,
+  )
 
 
 def _offsets(q_offsets, k_offsets, num_q, num_k, broadcast_q, num_targets, bias) -> tuple[jax.Array, jax.Array]:
@@ -270,7 +276,8 @@ def _with_sums(form: Form, implementation: str, a: _Arguments) -> tuple[jax.Arra
     return o_THK, lse_HT, None
   q_THK, schedule = _for_every_row(form, a), a.schedule
   if schedule is None:
-    schedule = schedules.make(a.q_offsets, a.k_offsets, a.history_B, form.mask, len(q_THK), len(a.k_SGK))
+    sizes, offsets = (len(q_THK), len(a.k_SGK)), (a.q_offsets, a.k_offsets)
+    schedule = schedules.make(*offsets, a.history_B, form.mask, *sizes, same_tokens=form.same_tokens)
   o_THK, lse_HT = _kernels().forward(q_THK, a.k_SGK, a.v_SGK, schedule, form, interpret=implementation == "interpret")
   return o_THK, lse_HT, schedule
 

@@ -198,7 +198,7 @@ def _query_kernel(refs, tiles_ref, counts_ref, d_q_ref, smem, entry_smem, *barri
       plgpu.commit_smem()  # what was read by plain loads will be overwritten by copies
       plgpu.barrier_arrive(barriers.item_free.at[slot])
       place = head, entry[Field.TOKEN] + first, entry[Field.BEGIN], entry[Field.END]
-      rows.store(_scaled(d_q_QK, _score_scale(form)), d_q_ref, *place, interpret=interpret)
+      rows.store(common.scaled(d_q_QK, common.score_scale(form)), d_q_ref, *place, interpret=interpret)
       return step + entry[Field.STEPS]
 
     lax.fori_loop(0, items.number, compute_item, jnp.int32(0))
@@ -253,8 +253,8 @@ def _key_kernel(
       plgpu.commit_smem()
       plgpu.barrier_arrive(barriers.item_free.at[slot])
       place = head, entry[Field.TOKEN] + first, entry[Field.BEGIN], entry[Field.END]
-      rows.store(_scaled(d_k_QK, _score_scale(form)), d_k_ref, *place, interpret=interpret)
-      rows.store(_scaled(d_v_QK, form.post_scale), d_v_ref, *place, interpret=interpret)
+      rows.store(common.scaled(d_k_QK, common.score_scale(form)), d_k_ref, *place, interpret=interpret)
+      rows.store(common.scaled(d_v_QK, form.post_scale), d_v_ref, *place, interpret=interpret)
       return step + steps
 
     lax.fori_loop(0, items.number, compute_item, jnp.int32(0))
@@ -277,13 +277,13 @@ def _two_products(first, second) -> tuple[jax.Array, jax.Array]:
 
 
 def _weights(form: Form, head, s, d_p, sums, masked, visible, *, queries: int) -> tuple[jax.Array, jax.Array]:
-  """p, and d_s without the scales that `_score_scale` holds; 0 for pairs that are not visible."""
+  """p, and d_s without the scales that `common.score_scale` holds; 0 for pairs that are not visible."""
   if form.is_softmax:
     lse, delta = (lax.broadcast_in_dim(x, s.shape, [queries]) for x in sums)
     p = jnp.exp2(s * (form.pre_scale * common.LOG2_E) - lse * common.LOG2_E)
-    d_s = p * (_scaled(d_p, form.post_scale) - delta)
+    d_s = p * (common.scaled(d_p, form.post_scale) - delta)
   else:
-    s = _scaled(s, form.pre_scale)
+    s = common.scaled(s, form.pre_scale)
     p, d_s = form.activate_one(s, head), d_p * form.slope_one(s, head)
 
   def mask():
@@ -291,15 +291,6 @@ def _weights(form: Form, head, s, d_p, sums, masked, visible, *, queries: int) -
     return jnp.where(seen, p, 0.0), jnp.where(seen, d_s, 0.0)
 
   return lax.cond(masked, mask, lambda: (p, d_s))
-
-
-def _score_scale(form: Form) -> float:
-  """What d_q and d_k are multiplied by at the end. delta holds softmax's post_scale already."""
-  return form.pre_scale if form.is_softmax else form.pre_scale * form.post_scale
-
-
-def _scaled(x: jax.Array, scale: float) -> jax.Array:
-  return x if scale == 1 else x * scale
 
 
 def _zeros(width: int) -> jax.Array:

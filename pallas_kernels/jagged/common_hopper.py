@@ -84,6 +84,16 @@ def clear_tail(out_ref, begin, worker, workers: int, *, interpret: bool) -> None
   lax.fori_loop(0, lax.div(jnp.maximum(pieces - worker + workers - 1, 0), workers), clear, None)
 
 
+def score_scale(form: Form) -> float:
+  """What gradients of q and k are multiplied by at the end; softmax's d_p and delta hold post_scale already."""
+  return form.pre_scale if form.is_softmax else form.pre_scale * form.post_scale
+
+
+def scaled(x: jax.Array, scale: float) -> jax.Array:
+  """x * scale."""
+  return x if scale == 1 else x * scale
+
+
 def wait_for_last(number, slots: int, *barriers) -> None:
   """Waits for the releases that no later copy has waited for: the interpreter wants to see all of them."""
 

@@ -25,6 +25,7 @@ class Form:
   post_scale: float
   mask: Mask
   broadcast_q: bool = False  # the same queries for every row
+  same_tokens: bool = False  # queries and keys are the same tokens
 
   @property
   def is_softmax(self) -> bool:

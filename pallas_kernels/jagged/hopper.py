@@ -6,10 +6,10 @@ Dimension key: T query tokens, S key tokens, B rows, L queries of every row, H q
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.jagged import backward_hopper, forward_hopper
+from pallas_kernels.jagged import backward_hopper, block_hopper, forward_hopper
 from pallas_kernels.jagged.form import Form
 from pallas_kernels.jagged.reference import Gradients
-from pallas_kernels.jagged.schedule import Schedule
+from pallas_kernels.jagged.schedule import Schedule, TileList
 
 _WIDTHS = (64, 96, 128)
 
@@ -28,9 +28,14 @@ def unsupported(dtype, width: int, form: Form, *, has_bias: bool) -> str | None:
 def forward(
   q_THK, k_SGK, v_SGK, schedule: Schedule, form: Form, *, interpret: bool
 ) -> tuple[jax.Array, jax.Array | None]:
-  """o_THK, and for softmax lse_HT, which has no value for tokens in no row. q is there for every row."""
+  """o_THK, and for softmax lse_HT, which has no value for tokens in no row. q is there for every row.
+
+  Block attention has no sums.
+  """
   if q_THK.size == 0 or k_SGK.size == 0:
     return jnp.zeros_like(q_THK), jnp.zeros(q_THK.shape[1::-1], jnp.float32) if form.is_softmax else None
+  if (blocks := _blocks(schedule, form, q_THK, k_SGK)) is not None:
+    return block_hopper.forward(q_THK, k_SGK, v_SGK, blocks, form, interpret=interpret), None
   return forward_hopper.forward(q_THK, k_SGK, v_SGK, schedule.forward, form, interpret=interpret)
 
 
@@ -40,6 +45,9 @@ def backward(
   """Gradients in the dtypes of the arguments."""
   if q_THK.size == 0 or k_SGK.size == 0:
     return Gradients(jnp.zeros_like(q_THK), jnp.zeros_like(k_SGK), jnp.zeros_like(v_SGK), None, None)
+  if (blocks := _blocks(schedule, form, q_THK, k_SGK)) is not None:
+    d = block_hopper.backward(q_THK, k_SGK, v_SGK, d_o_THK, blocks, form, interpret=interpret)
+    return Gradients(*d, None, None)
   delta_HT = None
   if form.is_softmax:
     delta_HT = jnp.einsum("THK,THK->HT", o_THK, d_o_THK, preferred_element_type=jnp.float32)
@@ -47,3 +55,8 @@ def backward(
   d_q_THK = backward_hopper.query_gradient(*arrays, schedule.query_gradient, form, interpret=interpret)
   d_k_SGK, d_v_SGK = backward_hopper.key_gradients(*arrays, schedule.key_gradients, form, interpret=interpret)
   return Gradients(d_q_THK, d_k_SGK, d_v_SGK, None, None)
+
+
+def _blocks(schedule: Schedule, form: Form, q_THK, k_SGK) -> TileList | None:
+  """The blocks that have kernels of their own; None where general ones serve."""
+  return schedule.blocks if form.same_tokens and q_THK.shape == k_SGK.shape else None

@@ -22,11 +22,14 @@ _OTHER_ROW = 8  # a lane holds two rows, so far apart
 _GROUP = 8  # columns that the four lanes of a row share
 
 
-def store(values_QK: jax.Array, out_ref, head, token, begin, end, *, interpret: bool) -> None:
-  """out_ref[t, head] = values of the tokens t = token + q with begin <= t < end."""
+def store(
+  values_QK: jax.Array, out_ref, head, token, begin, end, *, first_column: int = 0, interpret: bool
+) -> None:
+  """out_ref[t, head, first_column:] = values of the tokens t = token + q with begin <= t < end."""
   values_QK = values_QK.astype(out_ref.dtype)
   if interpret:
-    _store_one_by_one(values_QK, lambda t: out_ref.at[t, head], token, begin, end)
+    columns = pl.ds(first_column, values_QK.shape[1])
+    _store_one_by_one(values_QK, lambda t: out_ref.at[t, head, columns], token, begin, end)
     return
 
   @plgpu.inline_mgpu(arg_types=(_WGMMA, plgpu.RefType(), _SPLAT, _SPLAT, _SPLAT, _SPLAT), return_type=None)
@@ -44,7 +47,7 @@ def store(values_QK: jax.Array, out_ref, head, token, begin, end, *, interpret: 
       for first in range(0, len(registers), 4):
         words = [llvm.bitcast(ptx.i32(), register) for register in registers[first : first + 4, half]]
         words = _transposed(words, quad)
-        text = f"@$5 st.global.v4.b32 [$0+{first * 2 * _GROUP}], {{$1, $2, $3, $4}};"
+        text = f"@$5 st.global.v4.b32 [$0+{2 * (first_column + first * _GROUP)}], {{$1, $2, $3, $4}};"
         ptx.asm((), [own, *words, inside], text, "l,r,r,r,r,b")
     return []
 

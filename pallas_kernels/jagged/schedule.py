@@ -21,6 +21,7 @@ from pallas_kernels.jagged.geometry import Mask, Tiles
 
 TILE = 128  # tokens of an item, half of them for either multiplying warpgroup
 FORWARD_STEP, BACKWARD_STEP = 128, 64  # tokens of a step
+BLOCK = 64  # of block attention that has kernels of its own
 ALIGNMENT = 8
 FIELDS = 32  # of an entry: a copy of it is 128 bytes, the least that TMA moves
 
@@ -49,7 +50,7 @@ class TileList(NamedTuple):
 
 @functools.partial(
   jax.tree_util.register_dataclass,
-  data_fields=("forward", "query_gradient", "key_gradients"),
+  data_fields=("forward", "query_gradient", "key_gradients", "blocks"),
   meta_fields=("mask", "num_queries", "num_keys"),
 )
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Schedule:
   forward: TileList
   query_gradient: TileList
   key_gradients: TileList
+  blocks: TileList | None  # of rows that see nothing but their blocks of 64
   mask: Mask
   num_queries: int
   num_keys: int
@@ -74,8 +76,13 @@ class Schedule:
     return jnp.where(total == 0, 1.0, jnp.max(steps_of_sm) * num_sms / jnp.maximum(total, 1))
 
 
-def make(q_offsets, k_offsets, history_B, mask: Mask, num_queries: int, num_keys: int) -> Schedule:
-  """All lists. Under jit nobody has checked the offsets: whatever they are, tiles stay inside the arrays."""
+def make(
+  q_offsets, k_offsets, history_B, mask: Mask, num_queries: int, num_keys: int, *, same_tokens: bool
+) -> Schedule:
+  """All lists; queries and keys may be the same tokens.
+
+  Under jit nobody has checked the offsets: whatever they are, tiles stay inside the arrays.
+  """
   q_offsets, k_offsets = (
     lax.cummax(jnp.clip(offsets, 0, tokens)) for offsets, tokens in ((q_offsets, num_queries), (k_offsets, num_keys))
   )
@@ -86,7 +93,24 @@ def make(q_offsets, k_offsets, history_B, mask: Mask, num_queries: int, num_keys
     _tile_list, k_offsets, q_offsets, history_B, mask.queries_of, mask.common_queries_of, num_keys
   )
   backward = over_queries(BACKWARD_STEP), over_keys(BACKWARD_STEP)
-  return Schedule(over_queries(FORWARD_STEP), *backward, mask, num_queries, num_keys)
+  has_blocks = same_tokens and mask == Mask(block=BLOCK)
+  blocks = _block_list(q_offsets, num_queries) if has_blocks else None
+  return Schedule(over_queries(FORWARD_STEP), *backward, blocks, mask, num_queries, num_keys)
+
+
+def _block_list(offsets, num_tokens: int) -> TileList:
+  """Blocks in the order of their tokens: all take the same time, and neighbours in memory are read together."""
+  tiles = Tiles.of(jnp.diff(offsets), num_tokens, BLOCK)
+  of_row = lambda values_B: jnp.append(values_B, 0)[tiles.row]
+  fields = {Field.TOKEN: of_row(offsets[:-1]) + tiles.block * BLOCK, Field.END: of_row(offsets[1:])}
+  return TileList(_entries(fields), jnp.stack([tiles.number, offsets[-1]]))
+
+
+def _entries(fields: dict[Field, jax.Array]) -> jax.Array:
+  """i32[N, FIELDS]; 0 where nothing is given."""
+  zeros = jnp.zeros_like(fields[Field.TOKEN])
+  tiles_NF = jnp.stack([fields.get(field, zeros) for field in Field], axis=1).astype(jnp.int32)
+  return jnp.pad(tiles_NF, ((0, 0), (0, FIELDS - len(Field))))
 
 
 def _tile_list(offsets, other_offsets, history_B, reach, common, num_tokens: int, step: int) -> TileList:
@@ -120,13 +144,12 @@ def _tile_list(offsets, other_offsets, history_B, reach, common, num_tokens: int
     Field.STEPS: steps,
     Field.PLAIN_FROM: plain_from,
     Field.PLAIN_TO: plain_to,
-    Field.HISTORY: jnp.zeros_like(token) if history is None else history,
   }
+  if history is not None:
+    fields[Field.HISTORY] = history
   counts = jnp.arange(len(steps)) < tiles.number
   order = jnp.argsort(jnp.where(counts, -steps, 1), stable=True)
-  tiles_NF = jnp.stack([fields[field] for field in Field], axis=1).astype(jnp.int32)[order]
-  tiles_NF = jnp.pad(tiles_NF, ((0, 0), (0, FIELDS - len(Field))))
-  return TileList(tiles_NF, jnp.stack([tiles.number, offsets[-1]]))
+  return TileList(_entries(fields)[order], jnp.stack([tiles.number, offsets[-1]]))
 
 
 def nth(n, sm, num_sms: int):
