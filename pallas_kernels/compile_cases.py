@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.embedding import bag_hopper
 from pallas_kernels.embedding import shapes as bag_shapes
-from pallas_kernels.jagged import backward_hopper, forward_hopper
+from pallas_kernels.jagged import backward_hopper, block_hopper, forward_hopper
 from pallas_kernels.jagged.form import Form
 from pallas_kernels.jagged.geometry import Mask
 from pallas_kernels.jagged.schedule import FIELDS, TileList
@@ -22,6 +22,7 @@ _NUM_SMS = 132  # of an H200
 _PACK_SPILLS = 96
 # Two sums of 64 x 128 and two products of 64 x 64 are 192 registers; what that costs has not been timed.
 _JAGGED_GRADIENT_SPILLS = 800
+_BLOCK_SPILLS = 200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Case:
   """A function of one kernel."""
 
   function: collections.abc.Callable
-  operands: tuple[jax.ShapeDtypeStruct, ...]
+  operands: tuple  # of jax.ShapeDtypeStruct, in trees
   spill_bytes: int = 0  # stored and loaded, known to cost no time
 
 
@@ -173,25 +174,41 @@ def _jagged() -> dict[str, Case]:
   for name, (activations, mask) in forms.items():
     form = Form(activations=tuple(activations.split(",")), pre_scale=0.1, post_scale=0.5, mask=mask)
     for width in (64, 96, 128) if name == "softmax" else (128,):
-      kernels = dict(forward=forward_hopper.forward, query_gradient=backward_hopper.query_gradient)
-      kernels |= dict(key_gradients=backward_hopper.key_gradients)
+      tokens, keys = _array(4096, 4, width), _array(4096, 2, width)
+      sums = _array(4, 4096, dtype=jnp.float32) if form.is_softmax else None
+      operands, spills = (tokens, keys, keys, tokens, sums, sums), 0 if width == 64 else _JAGGED_GRADIENT_SPILLS
+      found[f"jagged_forward/{name},K={width}"] = _jagged_case(forward_hopper.forward, form, operands[:3])
+      kernels = dict(query_gradient=backward_hopper.query_gradient, key_gradients=backward_hopper.key_gradients)
       for which, kernel in kernels.items():
-        found[f"jagged_{which}/{name},K={width}"] = _jagged_case(kernel, form, width)
+        for turned in (False, True) if name == "softmax" else (False,):
+          case = _jagged_case(kernel, form, operands, turned=turned, spill_bytes=spills)
+          found[f"jagged_{which}/{name},K={width}{',turned' * turned}"] = case
+  return found | _jagged_block()
+
+
+def _jagged_block() -> dict[str, Case]:
+  found = {}
+  for activation in ("softmax", "gelu"):
+    form = Form(activations=(activation,), pre_scale=0.1, post_scale=0.5, mask=Mask(block=64), turn_values=True)
+    for width in (64, 96, 128):
+      tokens, name = _array(4096, 4, width), f"{activation},K={width}"
+      found[f"jagged_block/{name}"] = _jagged_case(block_hopper.forward, form, (tokens,) * 3)
+      for turned in (False, True):
+        case = _jagged_case(block_hopper.backward, form, (tokens,) * 4, turned=turned, spill_bytes=_BLOCK_SPILLS)
+        found[f"jagged_block_gradients/{name}{',turned' * turned}"] = case
   return found
 
 
-def _jagged_case(kernel, form: Form, width: int) -> Case:
-  tokens = lambda heads: jax.ShapeDtypeStruct((4096, heads, width), jnp.bfloat16)
-  sums = jax.ShapeDtypeStruct((4, 4096), jnp.float32) if form.is_softmax else None
-  backward = () if kernel is forward_hopper.forward else (tokens(4), sums, sums)
-  entries = jax.ShapeDtypeStruct((100, FIELDS), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)
+def _jagged_case(kernel, form: Form, operands: tuple, *, turned: bool | None = None, spill_bytes: int = 0) -> Case:
+  """turned: whether gradients are turned back; None for a forward kernel."""
+  num_tokens, _, width = operands[0].shape
 
-  def call(*arrays):
-    *arrays, tiles_NF, counts = arrays
-    return kernel(*arrays, TileList(tiles_NF, counts), form, num_sms=132)
+  def call(operands, tiles, *turn_TK):
+    return kernel(*operands, tiles, *turn_TK, form, num_sms=_NUM_SMS)
 
-  spills = 0 if kernel is forward_hopper.forward or width == 64 else _JAGGED_GRADIENT_SPILLS
-  return Case(call, (tokens(4), tokens(2), tokens(2), *backward, *entries), spill_bytes=spills)
+  tiles = jax.eval_shape(lambda: TileList(jnp.zeros((100, FIELDS), jnp.int32), jnp.zeros(2, jnp.int32)))
+  turn_TK = {None: (), False: (None,), True: (_array(num_tokens, width, dtype=jnp.float32),)}[turned]
+  return Case(call, (operands, tiles, *turn_TK), spill_bytes=spill_bytes)
 
 
 def _hidden_case(shape: FfnShape) -> Case:

@@ -83,6 +83,7 @@ def jagged_attention(
   axes: str | tuple[str, ...],
   num_targets_SB: jax.Array | None = None,
   bias: jagged.RelativeBias | None = None,
+  rotary: jagged.Rotary | None = None,
   broadcast_q: bool = False,
   **options,
 ) -> jax.Array:
@@ -98,6 +99,7 @@ def jagged_attention(
     axes: the mesh axes along which the rows are sharded; S is the product of their sizes.
     num_targets_SB: i32[S, B].
     bias: its tables replicated, its timestamps i32[S, T].
+    rotary: its angles f32[S, T, K / 2].
     broadcast_q: as for `jagged.attention`.
     **options: of `jagged.attention`, without `schedule`: each device makes its own.
 
@@ -110,6 +112,8 @@ def jagged_attention(
   mesh, axes, shards = _over(op, mesh, axes)
   sharded = dict(k_SXGK=k_SXGK, v_SXGK=v_SXGK, q_offsets_SB=q_offsets_SB, k_offsets_SB=k_offsets_SB)
   sharded |= dict(num_targets_SB=num_targets_SB, timestamps_ST=None if bias is None else bias.timestamps)
+  if rotary is not None:
+    sharded |= dict(cos_STP=rotary.cos_TP, sin_STP=rotary.sin_TP)
   if broadcast_q:
     _refuse_sharded(op, q_LHK=q_STHK)
   else:
@@ -134,6 +138,9 @@ def jagged_attention(
     own_bias = None
     if bias is not None:
       own_bias = jagged.RelativeBias(shared["position"], shared["time"], own["timestamps_ST"])
+    own_rotary = None
+    if rotary is not None:
+      own_rotary = jagged.Rotary(own["cos_STP"], own["sin_STP"], values=rotary.values)
     o_THK = jagged.attention(
       shared["q_LHK"] if broadcast_q else own["q_STHK"],
       own["k_SXGK"],
@@ -142,6 +149,7 @@ def jagged_attention(
       own["k_offsets_SB"],
       num_targets=own["num_targets_SB"],
       bias=own_bias,
+      rotary=own_rotary,
       broadcast_q=broadcast_q,
       **options,
     )

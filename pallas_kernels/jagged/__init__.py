@@ -8,4 +8,5 @@ from pallas_kernels.jagged.dense import dense_to_jagged as dense_to_jagged
 from pallas_kernels.jagged.dense import jagged_dense_matmul as jagged_dense_matmul
 from pallas_kernels.jagged.dense import jagged_softmax as jagged_softmax
 from pallas_kernels.jagged.dense import jagged_to_dense as jagged_to_dense
+from pallas_kernels.jagged.rotary import Rotary as Rotary
 from pallas_kernels.jagged.schedule import Schedule as Schedule

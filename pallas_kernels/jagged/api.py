@@ -3,6 +3,7 @@
 Dimension key: T query tokens, S key tokens, B rows, H query heads, G key heads, K head width.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from pallas_kernels import dispatch, row_offsets
 from pallas_kernels.jagged import reference
@@ -20,6 +22,7 @@ from pallas_kernels.jagged.activations import ACTIVATIONS
 from pallas_kernels.jagged.bias import RelativeBias
 from pallas_kernels.jagged.form import SOFTMAX, Form
 from pallas_kernels.jagged.geometry import Mask
+from pallas_kernels.jagged.rotary import Rotary
 from pallas_kernels.jagged.schedule import Schedule
 
 _OP = "jagged.attention"
@@ -31,6 +34,7 @@ class _Arguments(NamedTuple):
   k_SGK: jax.Array
   v_SGK: jax.Array
   bias: RelativeBias | None
+  rotary: Rotary | None
   q_offsets: jax.Array
   k_offsets: jax.Array
   history_B: jax.Array | None  # tokens of a row that are no targets
@@ -67,7 +71,7 @@ def make_schedule(
   """
   num_keys = num_queries if num_keys is None else num_keys
   mask, same_tokens = _mask(causal, window, block, num_targets), k_offsets is None
-  q_offsets, k_offsets = _offsets(q_offsets, k_offsets, num_queries, num_keys, False, num_targets, None)
+  q_offsets, k_offsets = _offsets(q_offsets, k_offsets, num_queries, num_keys, False, dict(num_targets=num_targets))
   history_B = _history(num_targets, q_offsets)
   return schedules.make(q_offsets, k_offsets, history_B, mask, num_queries, num_keys, same_tokens=same_tokens)
 
@@ -87,6 +91,7 @@ def attention(
   block: int | None = None,
   num_targets: jax.Array | None = None,
   bias: RelativeBias | None = None,
+  rotary: Rotary | None = None,
   broadcast_q: bool = False,
   schedule: Schedule | None = None,
   implementation: dispatch.Implementation | None = None,
@@ -116,6 +121,7 @@ def attention(
     block: i // block == j // block.
     num_targets: int32[B]: the last so many tokens of a row are seen by themselves alone, and see all before them.
     bias: added to scaled scores; of queries and keys that are the same tokens.
+    rotary: turns q and k, and v if it says so, before anything else; also of tokens that are the same.
     broadcast_q: every row has these queries.
     schedule: of `jagged.make_schedule`, so that kernels need not make one. Its mask and numbers of tokens are checked;
       its offsets are not, and with others than these the result is wrong.
@@ -131,17 +137,26 @@ def attention(
   q_THK, k_SGK, v_SGK = (jnp.asarray(a) for a in (q_THK, k_SGK, v_SGK))
   _check_tokens(q_THK, k_SGK, v_SGK)
   mask = _mask(causal, window, block, num_targets)
-  form = _form(activation, pre_scale, post_scale, mask, broadcast_q, k_offsets is None, *q_THK.shape[1:])
-  q_offsets, k_offsets = _offsets(q_offsets, k_offsets, len(q_THK), len(k_SGK), broadcast_q, num_targets, bias)
+  form = _form(activation, pre_scale, post_scale, *q_THK.shape[1:])
+  same_tokens, turn_values = k_offsets is None, rotary is not None and rotary.values
+  form = dataclasses.replace(
+    form, mask=mask, broadcast_q=bool(broadcast_q), same_tokens=same_tokens, turn_values=turn_values
+  )
+  of_same_tokens = dict(num_targets=num_targets, bias=bias, rotary=rotary)
+  q_offsets, k_offsets = _offsets(q_offsets, k_offsets, len(q_THK), len(k_SGK), broadcast_q, of_same_tokens)
   dispatch.refuse_sharded(_OP, q_THK=q_THK, k_SGK=k_SGK, v_SGK=v_SGK, q_offsets=q_offsets, k_offsets=k_offsets)
   history_B = _history(num_targets, q_offsets)
   _check_schedule(schedule, mask, len(q_THK) * (len(q_offsets) - 1 if broadcast_q else 1), len(k_SGK))
   if bias is not None:
     bias = jax.tree.map(jnp.asarray, bias)
     bias.check(_OP, len(q_THK))
+  if rotary is not None:
+    rotary = jax.tree.map(lambda a: lax.stop_gradient(jnp.asarray(a)), rotary)
+    rotary.check(_OP, len(q_THK), q_THK.shape[2])
   unsupported = lambda: _kernels().unsupported(q_THK.dtype, q_THK.shape[2], form, has_bias=bias is not None)
   chosen = dispatch.choose(_OP, implementation, unsupported)
-  return _attention(form, chosen, _Arguments(q_THK, k_SGK, v_SGK, bias, q_offsets, k_offsets, history_B, schedule))
+  tokens = q_THK, k_SGK, v_SGK, bias, rotary
+  return _attention(form, chosen, _Arguments(*tokens, q_offsets, k_offsets, history_B, schedule))
 
 
 def _check_tokens(q_THK, k_SGK, v_SGK) -> None:
@@ -171,7 +186,8 @@ def _mask(causal, window, block, num_targets) -> Mask:
   return Mask(causal=bool(causal), **limits, targets=num_targets is not None)
 
 
-def _form(activation, pre_scale, post_scale, mask, broadcast_q, same_tokens, heads, width) -> Form:
+def _form(activation, pre_scale, post_scale, heads, width) -> Form:
+  """Without a mask."""
   names = (activation,) if isinstance(activation, str) else tuple(activation)
   allowed = (SOFTMAX, *ACTIVATIONS)
   if unknown := [name for name in names if name not in allowed]:
@@ -190,17 +206,10 @@ def _form(activation, pre_scale, post_scale, mask, broadcast_q, same_tokens, hea
       raise TypeError(f"{_OP}: {name} must be a Python number, got {scale!r}; scale q or v for one that is traced")
     if not math.isfinite(scale):
       raise ValueError(f"{_OP}: {name}={scale} must be finite")
-  return Form(
-    activations=names,
-    pre_scale=float(pre_scale),
-    post_scale=float(post_scale),
-    mask=mask,
-    broadcast_q=bool(broadcast_q),
-    same_tokens=same_tokens,
-  )
+  return Form(activations=names, pre_scale=float(pre_scale), post_scale=float(post_scale))
 
 
-def _offsets(q_offsets, k_offsets, num_q, num_k, broadcast_q, num_targets, bias) -> tuple[jax.Array, jax.Array]:
+def _offsets(q_offsets, k_offsets, num_q, num_k, broadcast_q, of_same_tokens: dict) -> tuple[jax.Array, jax.Array]:
   keep = lambda offsets: offsets if isinstance(offsets, jax.Array | np.ndarray) else jnp.asarray(offsets)
   same = k_offsets is None
   if broadcast_q:
@@ -221,7 +230,7 @@ def _offsets(q_offsets, k_offsets, num_q, num_k, broadcast_q, num_targets, bias)
       f"{_OP}: q_offsets have {len(q_offsets) - 1} rows and k_offsets {len(k_offsets) - 1}; row b of the queries reads"
       " row b of the keys"
     )
-  for name, given in (("num_targets", num_targets), ("bias", bias)):
+  for name, given in of_same_tokens.items():
     if given is not None and not same:
       raise ValueError(f"{_OP}: {name} is for queries and keys that are the same tokens; leave k_offsets out")
   return jnp.asarray(q_offsets), jnp.asarray(k_offsets)
@@ -266,7 +275,7 @@ def _kernels() -> ModuleType:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attention(form: Form, implementation: str, arguments: _Arguments) -> jax.Array:
   """The dispatch lies inside: autodiff sees neither it nor the kernels."""
-  return _with_sums(form, implementation, arguments)[0]
+  return _with_sums(form, implementation, _turned(form, arguments))[0]
 
 
 def _with_sums(form: Form, implementation: str, a: _Arguments) -> tuple[jax.Array, jax.Array | None, Schedule | None]:
@@ -286,7 +295,16 @@ def _for_every_row(form: Form, a: _Arguments) -> jax.Array:
   return jnp.tile(a.q_THK, (len(a.q_offsets) - 1, 1, 1)) if form.broadcast_q else a.q_THK
 
 
+def _turned(form: Form, a: _Arguments) -> _Arguments:
+  """With q and k as they meet; what is kept for the backward pass, in which nothing needs them as they were."""
+  if a.rotary is None:
+    return a
+  v_SGK = a.rotary.turned(a.v_SGK) if form.turn_values else a.v_SGK
+  return a._replace(q_THK=a.rotary.turned(a.q_THK), k_SGK=a.rotary.turned(a.k_SGK), v_SGK=v_SGK)
+
+
 def _forward(form, implementation, arguments):
+  arguments = _turned(form, arguments)
   o_THK, lse_HT, schedule = _with_sums(form, implementation, arguments)
   return o_THK, (arguments, schedule, o_THK if form.is_softmax else None, lse_HT)
 
@@ -295,18 +313,19 @@ def _backward(form, implementation, kept, d_o_THK):
   a, schedule, o_THK, lse_HT = kept
   if implementation == "reference":
     d = reference.backward(
-      a.q_THK, a.k_SGK, a.v_SGK, a.q_offsets, a.k_offsets, a.history_B, a.bias, o_THK, lse_HT, d_o_THK, form
+      a.q_THK, a.k_SGK, a.v_SGK, a.q_offsets, a.k_offsets, a.history_B, a.bias, a.rotary, o_THK, lse_HT, d_o_THK, form
     )
   else:
-    arrays = _for_every_row(form, a), a.k_SGK, a.v_SGK, o_THK, lse_HT, d_o_THK
+    arrays = _for_every_row(form, a), a.k_SGK, a.v_SGK, o_THK, lse_HT, d_o_THK, a.rotary
     d = _kernels().backward(*arrays, schedule, form, interpret=implementation == "interpret")
     if form.broadcast_q:
       d_q_BLHK = d.q_THK.reshape(len(a.q_offsets) - 1, *a.q_THK.shape)
       d = d._replace(q_THK=jnp.sum(d_q_BLHK, axis=0, dtype=jnp.float32).astype(a.q_THK.dtype))
   no = lambda integers: np.zeros(integers.shape, jax.dtypes.float0)
   d_bias = None if a.bias is None else RelativeBias(d.position, d.time, no(a.bias.timestamps))
+  d_rotary = jax.tree.map(jnp.zeros_like, a.rotary)  # of constants
   rest = jax.tree.map(no, (a.q_offsets, a.k_offsets, a.history_B, a.schedule))
-  return (_Arguments(d.q_THK, d.k_SGK, d.v_SGK, d_bias, *rest),)
+  return (_Arguments(d.q_THK, d.k_SGK, d.v_SGK, d_bias, d_rotary, *rest),)
 
 
 _attention.defvjp(_forward, _backward)

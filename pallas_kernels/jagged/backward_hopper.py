@@ -34,25 +34,24 @@ _STAGES = 2  # steps on their way
 
 @functools.partial(jax.jit, static_argnames=("form", "num_sms", "interpret"))
 def query_gradient(
-  q_THK, k_SGK, v_SGK, d_o_THK, lse_HT, delta_HT, tiles: TileList, form: Form, *, num_sms=None, interpret: bool = False
+  q_THK, k_SGK, v_SGK, d_o_THK, lse_HT, delta_HT, tiles: TileList, turn_TK, form: Form, *, num_sms=None, interpret=False
 ) -> jax.Array:
-  """d_q_THK, zeros for tokens in no row; lse and delta are None without softmax."""
-  arrays = _Arrays(of_items=(q_THK, d_o_THK), of_steps=(k_SGK, v_SGK), item_sums=_sums(lse_HT, delta_HT))
+  """d_q_THK, zeros for tokens in no row; lse and delta are None without softmax, turn without a rotary embedding."""
+  arrays = _Arrays((q_THK, d_o_THK), (k_SGK, v_SGK), item_sums=_given(lse_HT, delta_HT), turn=_given(turn_TK))
   return _launch("jagged_query_gradient", _query_kernel, (q_THK,), arrays, tiles, form, num_sms, interpret)[0]
 
 
 @functools.partial(jax.jit, static_argnames=("form", "num_sms", "interpret"))
 def key_gradients(
-  q_THK, k_SGK, v_SGK, d_o_THK, lse_HT, delta_HT, tiles: TileList, form: Form, *, num_sms=None, interpret: bool = False
+  q_THK, k_SGK, v_SGK, d_o_THK, lse_HT, delta_HT, tiles: TileList, turn_TK, form: Form, *, num_sms=None, interpret=False
 ) -> tuple[jax.Array, jax.Array]:
-  """(d_k_SGK, d_v_SGK), zeros for tokens in no row; lse and delta are None without softmax."""
-  arrays = _Arrays(of_items=(k_SGK, v_SGK), of_steps=(q_THK, d_o_THK), step_sums=_sums(lse_HT, delta_HT))
+  """(d_k_SGK, d_v_SGK), zeros for tokens in no row; None as for `query_gradient`."""
+  arrays = _Arrays((k_SGK, v_SGK), (q_THK, d_o_THK), step_sums=_given(lse_HT, delta_HT), turn=_given(turn_TK))
   return _launch("jagged_key_gradients", _key_kernel, (k_SGK, v_SGK), arrays, tiles, form, num_sms, interpret)
 
 
-def _sums(lse_HT, delta_HT) -> tuple[jax.Array, ...]:
-  """What softmax needs of each query."""
-  return () if lse_HT is None else (lse_HT, delta_HT)
+def _given(*arrays: jax.Array | None) -> tuple[jax.Array, ...]:
+  return tuple(a for a in arrays if a is not None)
 
 
 class _Arrays(NamedTuple):
@@ -62,6 +61,7 @@ class _Arrays(NamedTuple):
   of_steps: tuple
   item_sums: tuple = ()  # [heads, tokens], f32
   step_sums: tuple = ()
+  turn: tuple = ()  # [tokens, K], f32: `Rotary.table`, which is read from memory alone
 
 
 def _launch(name, kernel, results, arrays: _Arrays, tiles: TileList, form: Form, num_sms, interpret) -> tuple:
@@ -103,6 +103,7 @@ def _launch(name, kernel, results, arrays: _Arrays, tiles: TileList, form: Form,
       tuple(map(pad, arrays.of_steps)),
       tuple(map(pad_sums, arrays.item_sums)),
       tuple(map(pad_sums, arrays.step_sums)),
+      tuple(jnp.pad(a_TK, ((0, reach), (0, 0))) for a_TK in arrays.turn),
     ),
     *tiles,
   )
@@ -197,8 +198,8 @@ def _query_kernel(refs, tiles_ref, counts_ref, d_q_ref, smem, entry_smem, *barri
       d_q_QK = lax.fori_loop(0, entry[Field.STEPS], compute_step, _zeros(width))
       plgpu.commit_smem()  # what was read by plain loads will be overwritten by copies
       plgpu.barrier_arrive(barriers.item_free.at[slot])
-      place = head, entry[Field.TOKEN] + first, entry[Field.BEGIN], entry[Field.END]
-      rows.store(common.scaled(d_q_QK, common.score_scale(form)), d_q_ref, *place, interpret=interpret)
+      d_q_QK = common.scaled(d_q_QK, common.score_scale(form))
+      _store(d_q_QK, d_q_ref, head, entry, first, refs.turn, interpret)
       return step + entry[Field.STEPS]
 
     lax.fori_loop(0, items.number, compute_item, jnp.int32(0))
@@ -252,9 +253,9 @@ def _key_kernel(
       d_k_QK, d_v_QK = lax.fori_loop(0, steps, compute_step, (zeros, zeros))
       plgpu.commit_smem()
       plgpu.barrier_arrive(barriers.item_free.at[slot])
-      place = head, entry[Field.TOKEN] + first, entry[Field.BEGIN], entry[Field.END]
-      rows.store(common.scaled(d_k_QK, common.score_scale(form)), d_k_ref, *place, interpret=interpret)
-      rows.store(common.scaled(d_v_QK, form.post_scale), d_v_ref, *place, interpret=interpret)
+      _store(common.scaled(d_k_QK, common.score_scale(form)), d_k_ref, head, entry, first, refs.turn, interpret)
+      turn_of_v = refs.turn if form.turn_values else ()
+      _store(common.scaled(d_v_QK, form.post_scale), d_v_ref, head, entry, first, turn_of_v, interpret)
       return step + steps
 
     lax.fori_loop(0, items.number, compute_item, jnp.int32(0))
@@ -291,6 +292,13 @@ def _weights(form: Form, head, s, d_p, sums, masked, visible, *, queries: int) -
     return jnp.where(seen, p, 0.0), jnp.where(seen, d_s, 0.0)
 
   return lax.cond(masked, mask, lambda: (p, d_s))
+
+
+def _store(d_QK, out_ref, head, entry, first, turn_refs: tuple, interpret: bool) -> None:
+  """The warpgroup's part of an item's gradients, turned back if there is something to turn by."""
+  token, end = entry[Field.TOKEN] + first, entry[Field.END]
+  d_QK = rows.turned_back(d_QK, turn_refs, token, end, interpret=interpret)
+  rows.store(d_QK, out_ref, head, token, entry[Field.BEGIN], end, interpret=interpret)
 
 
 def _zeros(width: int) -> jax.Array:

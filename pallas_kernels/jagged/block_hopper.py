@@ -15,7 +15,8 @@ Dimension key: T tokens, H heads, K head width, P columns of a piece of it, Q qu
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,15 +52,15 @@ def forward(
 
 @functools.partial(jax.jit, static_argnames=("form", "num_sms", "interpret"))
 def backward(
-  q_THK, k_THK, v_THK, d_o_THK, blocks: TileList, form: Form, *, num_sms: int | None = None, interpret: bool = False
+  q_THK, k_THK, v_THK, d_o_THK, blocks: TileList, turn_TK, form: Form, *, num_sms=None, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """(d_q_THK, d_k_THK, d_v_THK), zeros for tokens in no row."""
-  operands = q_THK, k_THK, v_THK, d_o_THK
-  return _launch("jagged_block_gradients", _differentiate, operands, 3, blocks, form, num_sms, interpret)
+  """(d_q_THK, d_k_THK, d_v_THK), zeros for tokens in no row; turn_TK is None, or `Rotary.table`."""
+  operands, turn = (q_THK, k_THK, v_THK, d_o_THK), () if turn_TK is None else (turn_TK,)
+  return _launch("jagged_block_gradients", _differentiate, operands, 3, blocks, form, num_sms, interpret, turn)
 
 
-def _launch(name, compute, operands, num_results: int, blocks: TileList, form: Form, num_sms, interpret) -> tuple:
-  """`compute` of every item; its results have shape and dtype of the operands."""
+def _launch(name, compute, operands, num_results, blocks: TileList, form: Form, num_sms, interpret, turn=()) -> tuple:
+  """`compute` of every item; its results have shape and dtype of the operands, and are turned back by `turn`."""
   num_sms = common.num_sms_of(num_sms, interpret=interpret)
   _, _, width = operands[0].shape
   piece = mosaic.swizzle_bytes(width) // 2
@@ -67,7 +68,7 @@ def _launch(name, compute, operands, num_results: int, blocks: TileList, form: F
   slots = _WARPGROUPS * min(_SMEM_FOR_SLOTS // (_WARPGROUPS * bytes_of_item), _MOST_SLOTS)
   slots_of_piece = mosaic.rows_operand((slots, BLOCK, piece), operands[0].dtype, interpret=interpret)
   # The interpreter's copies must not reach past the end of an array; on the GPU what lies there is read as zeros.
-  pad = lambda a_THK: jnp.pad(a_THK, ((0, BLOCK * interpret), (0, 0), (0, 0)))
+  pad = lambda a: jnp.pad(a, ((0, BLOCK * interpret), *((0, 0) for _ in a.shape[1:])))
   return mosaic.kernel(
     functools.partial(_kernel, compute=compute, form=form, slots=slots, num_sms=num_sms, interpret=interpret),
     out_type=tuple(jax.ShapeDtypeStruct(operands[0].shape, operands[0].dtype) for _ in range(num_results)),
@@ -85,10 +86,12 @@ def _launch(name, compute, operands, num_results: int, blocks: TileList, form: F
     compiler_params=plgpu.CompilerParams(approx_math=True),
     kernel_name=name,
     interpret=interpret,
-  )(tuple(map(pad, operands)), *blocks)
+  )(tuple(map(pad, operands)), tuple(map(pad, turn)), *blocks)
 
 
-def _kernel(operand_refs, tiles_ref, counts_ref, *refs, compute, form: Form, slots: int, num_sms: int, interpret: bool):
+def _kernel(
+  operand_refs, turn_refs, tiles_ref, counts_ref, *refs, compute, form: Form, slots: int, num_sms: int, interpret: bool
+):
   *out_refs, operand_smem, entry_smem, numbers_smem, full, free = refs
   views = [[mosaic.views(smem, interpret=interpret) for smem in of_operand] for of_operand in operand_smem]
   wg, sm = lax.axis_index("wg"), lax.axis_index("sm")
@@ -121,10 +124,14 @@ def _kernel(operand_refs, tiles_ref, counts_ref, *refs, compute, form: Form, slo
       operands = [[tiles_smem.at[slot] for _, tiles_smem in of_operand] for of_operand in views]
       item = _Item(form, head, entry[Field.TOKEN], entry[Field.END], numbers_smem.at[wg], interpret)
 
-      def store(which: int, results: list[jax.Array]) -> None:
+      def store(which: int, results: Iterable[jax.Array]) -> None:
         for p, result_QP in enumerate(results):
           place = head, item.token, item.token, item.end
           first_column = p * result_QP.shape[1]
+          turn = turn_refs if which < 2 or form.turn_values else ()
+          result_QP = rows.turned_back(
+            result_QP, turn, item.token, item.end, first_column=first_column, interpret=interpret
+          )
           rows.store(result_QP, out_refs[which], *place, first_column=first_column, interpret=interpret)
 
       compute(item, store, *operands)
@@ -147,7 +154,7 @@ class _Item(NamedTuple):
   head: jax.Array
   token: jax.Array
   end: jax.Array
-  numbers_smem: jax.Array
+  numbers_smem: Any
   interpret: bool
 
   def scores(self, a: list, b: list) -> jax.Array:
@@ -160,21 +167,17 @@ class _Item(NamedTuple):
 
     return pl.run_scoped(multiply, plgpu.ACC((BLOCK, BLOCK), jnp.float32))
 
-  def product(self, p_QC: jax.Array, b: list, scale: jax.Array | float) -> list[jax.Array]:
+  def product(self, p_QC: jax.Array, b: list, scale: jax.Array | float) -> Iterator[jax.Array]:
     """scale * (p @ b), piece by piece; a scale for each query, or one number."""
-    found = []
     for b_CP in b:
-      b_CP = rows.clear_others(
-        b_CP, self._has_others, self.token, self.token, self.end, interpret=self.interpret
-      )
+      b_CP = rows.clear_others(b_CP, self._has_others, self.token, self.token, self.end, interpret=self.interpret)
       zeros_QP = plgpu.layout_cast(jnp.zeros(b_CP.shape, jnp.float32), plgpu.Layout.WGMMA)
       result_QP = mosaic.mma(zeros_QP, p_QC, b_CP, interpret=self.interpret)
       if isinstance(scale, jax.Array):
         scale_QP = lax.broadcast_in_dim(scale, result_QP.shape, [0])
-        found.append(result_QP * scale_QP)
+        yield result_QP * scale_QP
       else:
-        found.append(common.scaled(result_QP, scale))
-    return found
+        yield common.scaled(result_QP, scale)
 
   def where_own(self, x: jax.Array, value: float) -> jax.Array:
     """`value` for columns of other rows; rows of others are never stored."""

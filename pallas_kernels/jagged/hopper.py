@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from pallas_kernels.jagged import backward_hopper, block_hopper, forward_hopper
 from pallas_kernels.jagged.form import Form
 from pallas_kernels.jagged.reference import Gradients
+from pallas_kernels.jagged.rotary import Rotary
 from pallas_kernels.jagged.schedule import Schedule, TileList
 
 _WIDTHS = (64, 96, 128)
@@ -40,20 +41,23 @@ def forward(
 
 
 def backward(
-  q_THK, k_SGK, v_SGK, o_THK, lse_HT, d_o_THK, schedule: Schedule, form: Form, *, interpret: bool
+  q_THK, k_SGK, v_SGK, o_THK, lse_HT, d_o_THK, rotary: Rotary | None, schedule: Schedule, form: Form, *, interpret: bool
 ) -> Gradients:
-  """Gradients in the dtypes of the arguments."""
+  """Gradients in the dtypes of the arguments, turned back where q and k were turned."""
   if q_THK.size == 0 or k_SGK.size == 0:
     return Gradients(jnp.zeros_like(q_THK), jnp.zeros_like(k_SGK), jnp.zeros_like(v_SGK), None, None)
+  turn_TK = None if rotary is None else rotary.table()
   if (blocks := _blocks(schedule, form, q_THK, k_SGK)) is not None:
-    d = block_hopper.backward(q_THK, k_SGK, v_SGK, d_o_THK, blocks, form, interpret=interpret)
-    return Gradients(*d, None, None)
+    d_q_THK, d_k_SGK, d_v_SGK = block_hopper.backward(
+      q_THK, k_SGK, v_SGK, d_o_THK, blocks, turn_TK, form, interpret=interpret
+    )
+    return Gradients(d_q_THK, d_k_SGK, d_v_SGK, None, None)
   delta_HT = None
   if form.is_softmax:
     delta_HT = jnp.einsum("THK,THK->HT", o_THK, d_o_THK, preferred_element_type=jnp.float32)
   arrays = q_THK, k_SGK, v_SGK, d_o_THK, lse_HT, delta_HT
-  d_q_THK = backward_hopper.query_gradient(*arrays, schedule.query_gradient, form, interpret=interpret)
-  d_k_SGK, d_v_SGK = backward_hopper.key_gradients(*arrays, schedule.key_gradients, form, interpret=interpret)
+  d_q_THK = backward_hopper.query_gradient(*arrays, schedule.query_gradient, turn_TK, form, interpret=interpret)
+  d_k_SGK, d_v_SGK = backward_hopper.key_gradients(*arrays, schedule.key_gradients, turn_TK, form, interpret=interpret)
   return Gradients(d_q_THK, d_k_SGK, d_v_SGK, None, None)
 
 

@@ -21,6 +21,7 @@ from pallas_kernels.jagged import bias as bias_tables
 from pallas_kernels.jagged import geometry
 from pallas_kernels.jagged.bias import RelativeBias
 from pallas_kernels.jagged.form import Form
+from pallas_kernels.jagged.rotary import Rotary
 
 _SMALLEST_TILE, _LARGEST_TILE = 16, 128
 
@@ -77,9 +78,20 @@ def forward(
 
 
 def backward(
-  q_THK, k_SGK, v_SGK, q_offsets, k_offsets, history_B, bias: RelativeBias | None, o_THK, lse_HT, d_o_THK, form: Form
+  q_THK,
+  k_SGK,
+  v_SGK,
+  q_offsets,
+  k_offsets,
+  history_B,
+  bias: RelativeBias | None,
+  rotary: Rotary | None,
+  o_THK,
+  lse_HT,
+  d_o_THK,
+  form: Form,
 ) -> Gradients:
-  """Gradients in the dtypes of the arguments."""
+  """Gradients in the dtypes of the arguments, turned back where q and k were turned."""
   call = _Call(q_THK, k_SGK, v_SGK, q_offsets, k_offsets, history_B, bias, form)
   d_o_TGRK = call.of_queries(d_o_THK)
   if form.is_softmax:
@@ -122,8 +134,12 @@ def backward(
   d_q_THK = d_q_TGRK[: call.shape[0]].reshape(call.shape)
   if form.broadcast_q:
     d_q_THK = jnp.sum(d_q_THK.reshape(len(q_offsets) - 1, *q_THK.shape), axis=0)
-  d_k_SGK, d_v_SGK = (d_SGK[: len(k_SGK)].astype(k_SGK.dtype) for d_SGK in (d_k_SGK, d_v_SGK))
-  return Gradients(d_q_THK.astype(q_THK.dtype), d_k_SGK, d_v_SGK, *(d_tables or (None, None)))
+  d_k_SGK, d_v_SGK = (d_SGK[: len(k_SGK)] for d_SGK in (d_k_SGK, d_v_SGK))
+  if rotary is not None:
+    d_q_THK, d_k_SGK = rotary.turned_back(d_q_THK), rotary.turned_back(d_k_SGK)
+    d_v_SGK = rotary.turned_back(d_v_SGK) if rotary.values else d_v_SGK
+  found = (d.astype(q_THK.dtype) for d in (d_q_THK, d_k_SGK, d_v_SGK))
+  return Gradients(*found, *(d_tables or (None, None)))
 
 
 class _Call:

@@ -52,6 +52,20 @@ def sees(i, j, *, causal=False, window=None, block=None, history=None) -> bool:
   )
 
 
+def turn(x, angles):
+  """Pairs of neighbouring features of [T, H, K], as complex numbers, by angles [T, K / 2]."""
+  z = (x[..., 0::2] + 1j * x[..., 1::2]) * np.exp(1j * angles[:, None])
+  return np.stack([z.real, z.imag], axis=-1).reshape(x.shape)
+
+
+def turned_attention(q, k, v, q_offsets, k_offsets, *, angles, values, **options):
+  """`attention` of turned q and k, and v if asked for; gradients are those before they were turned."""
+  wide = [np.asarray(a, np.float64) for a in (q, k, v)]
+  turned = [turn(a, angles) if name != "v" or values else a for name, a in zip("qkv", wide, strict=True)]
+  o, d = attention(*turned, q_offsets, k_offsets, **options)
+  return o, {name: turn(a, -angles) if name in "qk" or (name == "v" and values) else a for name, a in d.items()}
+
+
 def attention(
   q,
   k,

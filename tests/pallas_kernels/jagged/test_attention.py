@@ -27,6 +27,8 @@ class Problem:
   options: dict
   d_o: np.ndarray
   tables: oracle.Bias | None = None
+  angles: np.ndarray | None = None  # of a rotary embedding, [T, K / 2]
+  turn_values: bool = False
 
   @property
   def broadcast(self) -> bool:
@@ -40,6 +42,9 @@ class Problem:
     targets = {name: jnp.asarray(self.options[name]) for name in ("num_targets",) if name in self.options}
     q_offsets = None if self.broadcast else jnp.asarray(self.q_offsets)
     k_offsets = None if self.k_offsets is None else jnp.asarray(self.k_offsets)
+    if self.angles is not None:
+      cos_and_sin = (jnp.asarray(f(self.angles), jnp.float32) for f in (np.cos, np.sin))
+      options["rotary"] = jagged.Rotary(*cos_and_sin, values=self.turn_values)
     return jagged.attention(q, k, v, q_offsets, k_offsets, **(self.options | targets | options), bias=bias)
 
   @property
@@ -58,7 +63,10 @@ class Problem:
     k_offsets = self.q_offsets if self.k_offsets is None else self.k_offsets
     arguments = q, self.k, self.v, self.q_offsets, k_offsets
     with np.errstate(invalid="ignore"):
-      o, d = oracle.attention(*arguments, bias=self.tables, d_o=self.d_o, **options)
+      attention = oracle.attention
+      if self.angles is not None:
+        attention = functools.partial(oracle.turned_attention, angles=self.angles, values=self.turn_values)
+      o, d = attention(*arguments, bias=self.tables, d_o=self.d_o, **options)
     if self.broadcast:
       d["q"] = d["q"].reshape(rows, *self.q.shape).sum(axis=0)
     return o, tuple(d[name] for name in ("q", "k", "v", "position", "time") if name in d)
@@ -68,7 +76,9 @@ def offsets_of(lengths) -> np.ndarray:
   return np.cumsum([0, *lengths]).astype(np.int32)
 
 
-def draw(seed, lengths, k_lengths=None, *, heads=2, key_heads=None, width=16, padding=3, longest=None, **options):
+def draw(
+  seed, lengths, k_lengths=None, *, heads=2, key_heads=None, width=16, padding=3, longest=None, turn=None, **options
+):
   """Random tokens, some of padding behind the last row."""
   rng = np.random.default_rng(seed)
   q_offsets, k_offsets = offsets_of(lengths), None if k_lengths is None else offsets_of(k_lengths)
@@ -85,7 +95,8 @@ def draw(seed, lengths, k_lengths=None, *, heads=2, key_heads=None, width=16, pa
   q = normal(num_q, heads, width)
   k, v = (normal(num_k, key_heads or heads, width) for _ in range(2))
   d_o = normal(q_offsets[-1] if broadcast else num_q, heads, width)
-  return Problem(q, k, v, q_offsets, k_offsets, options, d_o, tables)
+  angles = None if turn is None else rng.uniform(-10, 10, (num_q, width // 2))
+  return Problem(q, k, v, q_offsets, k_offsets, options, d_o, tables, angles, turn == "values")
 
 
 def assert_equals_oracle(problem: Problem, *, tolerance=1e-5, **options):
@@ -144,6 +155,9 @@ INSTANCES = {
     activation="silu", causal=True, post_scale=1 / 130, longest=130,
     num_targets=np.array([0, 0, 2, 0, 10, 129, 1, 0], np.int32),
   ),
+  "rotary": dict(turn="q and k", causal=True),
+  "rotary_values": dict(turn="values", block=64),
+  "rotary_grouped": dict(turn="values", activation="silu", heads=4, key_heads=2),
   "softmax_with_bias": dict(longest=129, window=40),
 }  # fmt: skip
 
@@ -379,6 +393,13 @@ class TestTransformations:
     first, again = (with_gradients(self.problem) for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, first, again)
 
+  def test_angles_are_constants(self):
+    p = draw(40, [3, 2], turn="values")
+    call = lambda a_TP: jnp.sum(
+      jagged.attention(p.q, p.k, p.v, p.q_offsets, rotary=jagged.Rotary(jnp.cos(a_TP), jnp.sin(a_TP)))
+    )
+    assert not np.any(jax.grad(call)(jnp.asarray(p.angles, jnp.float32)))
+
   def test_forward_mode_is_refused(self):
     with pytest.raises(TypeError, match="custom_vjp"):
       jax.jvp(self.problem.call, self.problem.arrays, self.problem.arrays)
@@ -427,6 +448,16 @@ class TestRefusals:
     self.refused(
       "q_THK(6, 4, 0) has heads of no width", **{name: self.q[:, :, :0] for name in ("q_THK", "k_SGK", "v_SGK")}
     )
+
+  def test_rotary(self):
+    a_TP = np.ones((6, 4), np.float32)
+    rotary = lambda cos_TP, sin_TP=a_TP: jagged.Rotary(cos_TP, sin_TP)
+    self.refused("rotary.cos_TP must be float32[6, 4], an angle for each token and pair", rotary=rotary(a_TP[:5]))
+    self.refused("rotary.sin_TP must be float32[6, 4]", rotary=rotary(a_TP, a_TP.astype(np.float16)))
+    self.refused("rotary is for queries and keys that are the same", rotary=rotary(a_TP), k_offsets=self.offsets)
+    odd = np.ones((6, 4, 7), np.float32)
+    odd = dict(q_THK=odd, k_SGK=odd, v_SGK=odd)
+    self.refused("rotary turns pairs of features, and the heads have K=7", rotary=rotary(a_TP), **odd)
 
   def test_targets_and_bias(self):
     self.refused("num_targets must be int32[2], one for each row, got int32(3,)", num_targets=np.zeros(3, np.int32))

@@ -72,6 +72,10 @@ def test_softmax_with_a_mask_and_grouped_heads(implementation):
   check(implementation, draw(1, [5, 70, 0, 1], causal=True, window=40, heads=2, key_heads=1, width=64))
 
 
+def test_blocks_of_64_tokens(implementation):
+  check(implementation, draw(13, [5, 70, 0, 64], block=64, heads=1, width=64))
+
+
 def test_an_activation_on_keys_of_other_lengths(implementation):
   problem = draw(2, [5, 130, 1], [100, 0, 3], activation="silu", post_scale=0.1, width=64, heads=1)
   check(implementation, problem)
@@ -99,6 +103,21 @@ def test_widths_and_dtypes(implementation, width, dtype):
 
 
 @slow_interpreter
+@pytest.mark.parametrize(
+  ("width", "dtype", "options"),
+  [
+    (64, jnp.bfloat16, dict(activation="gelu", pre_scale=0.3, turn="q and k")),
+    (96, jnp.bfloat16, dict(post_scale=2.0)),
+    (128, jnp.bfloat16, dict(turn="values")),
+    (128, jnp.float16, dict(activation=("relu", "raw"))),
+  ],
+  ids=["gelu", "96", "turned", "float16"],
+)
+def test_blocks_of_every_kind(implementation, width, dtype, options):
+  check(implementation, draw(14, [5, 64, 0, 130, 1, 63], block=64, width=width, **options), dtype)
+
+
+@slow_interpreter
 @pytest.mark.parametrize("seeds", [7, 64, 130])
 def test_seeds_that_are_the_same_for_all_rows(implementation, seeds):
   check(implementation, draw(6, [seeds] * 4, [0, 70, 1, 200], broadcast_q=True, width=64))
@@ -121,9 +140,10 @@ def test_much_padding_is_zeros(implementation):
 
 
 @slow_interpreter
+@pytest.mark.parametrize("block", [None, 64])
 @pytest.mark.parametrize("activation", ["softmax", "relu_square"])
-def test_a_row_that_is_not_finite_spoils_no_other(implementation, activation):
-  problem, _ = half(draw(9, [5, 7, 130], activation=activation, width=64))
+def test_a_row_that_is_not_finite_spoils_no_other(implementation, activation, block):
+  problem, _ = half(draw(9, [5, 7, 130], activation=activation, block=block, width=64))
   clean = jax.tree.map(np.asarray, with_gradients(problem, implementation=implementation))
   for name in ("q", "k", "v"):
     setattr(problem, name, getattr(problem, name).at[8].set(jnp.nan))

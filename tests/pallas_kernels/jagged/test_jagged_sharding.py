@@ -38,7 +38,7 @@ def test_equals_the_local_call_of_each_shard(mesh_and_axes):
   q, k, v = (draw(4, TOKENS, HEADS, WIDTH) for _ in range(3))
   times = np.sort(np.random.default_rng(1).integers(0, 999, (4, TOKENS)), axis=1).astype(np.int32)
   targets = np.minimum(np.diff(OFFSETS_SB, axis=1), 1).astype(np.int32)
-  tables = draw(15), draw(129)
+  tables, (cos, sin) = (draw(15), draw(129)), (f(draw(4, TOKENS, WIDTH // 2)) for f in (np.cos, np.sin))
   options = dict(causal=True, activation="silu")
 
   def local(q, k, v, *tables):
@@ -46,7 +46,7 @@ def test_equals_the_local_call_of_each_shard(mesh_and_axes):
       [
         jagged.attention(
           q[s], k[s], v[s], OFFSETS_SB[s], num_targets=targets[s],
-          bias=jagged.RelativeBias(*tables, jnp.asarray(times[s])), **options,
+          bias=jagged.RelativeBias(*tables, jnp.asarray(times[s])), rotary=jagged.Rotary(cos[s], sin[s]), **options,
         )
         for s in range(4)
       ]
@@ -54,6 +54,7 @@ def test_equals_the_local_call_of_each_shard(mesh_and_axes):
 
   def spread(q, k, v, *tables):
     rest = dict(num_targets_SB=place(mesh, axes, targets), mesh=mesh, axes=axes)
+    rest |= dict(rotary=jagged.Rotary(place(mesh, axes, cos), place(mesh, axes, sin)))
     bias = jagged.RelativeBias(*tables, place(mesh, axes, times))
     return sharding.jagged_attention(q, k, v, place(mesh, axes, OFFSETS_SB), bias=bias, **rest, **options)
 

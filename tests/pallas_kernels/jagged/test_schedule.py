@@ -91,6 +91,24 @@ ROWS = {
 }
 
 
+@pytest.mark.parametrize("lengths", [[], [0, 0], [1], [64], [65, 0, 63, 128], [500, 1, 2]])
+def test_blocks_are_those_of_each_row(lengths):
+  offsets = np.cumsum([0, *lengths]).astype(np.int32)
+  made = jagged.make_schedule(offsets, num_queries=int(offsets[-1]) + 70, block=64)
+  number, used = map(int, made.blocks.counts)
+  assert used == offsets[-1]
+  expected = [(t, end) for begin, end in itertools.pairwise(offsets.tolist()) for t in range(begin, end, 64)]
+  entries = np.asarray(made.blocks.tiles_NF)[:number]
+  assert [tuple(entry) for entry in entries[:, [Field.TOKEN, Field.END]].tolist()] == expected
+
+
+@pytest.mark.parametrize("options", [{}, dict(block=32), dict(block=64, causal=True), dict(block=64, window=3)])
+def test_no_blocks_for_other_masks_and_for_keys_of_their_own(options):
+  offsets = np.array([0, 3, 70], np.int32)
+  assert jagged.make_schedule(offsets, num_queries=70, **options).blocks is None
+  assert jagged.make_schedule(offsets, offsets, num_queries=70, block=64).blocks is None
+
+
 @pytest.mark.parametrize(("lengths", "k_lengths"), ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize(
   "options", [{}, dict(causal=True), dict(window=70), dict(block=64), dict(causal=True, targets=True)], ids=str
@@ -105,7 +123,7 @@ def test_every_token_has_a_tile_and_its_steps_reach_what_it_sees(lengths, k_leng
   history = np.maximum(np.diff(q_offsets) - 20, 0) if mask.targets else None
   made = schedule.make(
     jnp.asarray(q_offsets), jnp.asarray(k_offsets), None if history is None else jnp.asarray(history), mask,
-    int(q_offsets[-1]) + 9, int(k_offsets[-1]) + 9,
+    int(q_offsets[-1]) + 9, int(k_offsets[-1]) + 9, same_tokens=False,
   )  # fmt: skip
   lists = (made.forward, 128, True), (made.query_gradient, 64, True), (made.key_gradients, 64, False)
   for tiles, step, by_query in lists:
