@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.embedding import bag_hopper
 from pallas_kernels.embedding import shapes as bag_shapes
-from pallas_kernels.jagged import backward_hopper, block_hopper, forward_hopper
+from pallas_kernels.jagged import backward_hopper, bias_hopper, block_hopper, forward_hopper
+from pallas_kernels.jagged.bias_hopper import Bias
 from pallas_kernels.jagged.form import Form
 from pallas_kernels.jagged.geometry import Mask
 from pallas_kernels.jagged.schedule import FIELDS, TileList
@@ -23,6 +24,7 @@ _PACK_SPILLS = 96
 # Two sums of 64 x 128 and two products of 64 x 64 are 192 registers; what that costs has not been timed.
 _JAGGED_GRADIENT_SPILLS = 800
 _BLOCK_SPILLS = 200
+_BIAS_SPILLS = 1400
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +185,7 @@ def _jagged() -> dict[str, Case]:
         for turned in (False, True) if name == "softmax" else (False,):
           case = _jagged_case(kernel, form, operands, turned=turned, spill_bytes=spills)
           found[f"jagged_{which}/{name},K={width}{',turned' * turned}"] = case
-  return found | _jagged_block()
+  return found | _jagged_block() | _jagged_bias()
 
 
 def _jagged_block() -> dict[str, Case]:
@@ -199,16 +201,41 @@ def _jagged_block() -> dict[str, Case]:
   return found
 
 
+def _jagged_bias() -> dict[str, Case]:
+  floats, integers = lambda size: jnp.zeros(size, jnp.float32), lambda size: jnp.zeros(size, jnp.int32)
+  tables = jax.eval_shape(lambda: Bias(floats(4095), floats(129), integers(130), integers(4096), integers(4096)))
+  tokens, keys, sums = _array(4096, 4, 128), _array(4096, 2, 128), _array(4, 4096, dtype=jnp.float32)
+  found = {}
+  for activation in ("softmax", "silu"):
+    form = Form(activations=(activation,), pre_scale=0.1, post_scale=0.5, mask=Mask(causal=True))
+    operands = tokens, keys, keys, tokens, *([sums] * 2 if form.is_softmax else [None] * 2)
+    calls = dict(
+      forward=lambda *a, form=form: forward_hopper.forward(*a[:3], a[6], form, a[7], num_sms=_NUM_SMS),
+      query_gradient=lambda *a, form=form: backward_hopper.query_gradient(*a[:7], None, a[7], form, num_sms=_NUM_SMS),
+      key_gradients=lambda *a, form=form: backward_hopper.key_gradients(*a[:7], None, a[7], form, num_sms=_NUM_SMS),
+      table_gradients=lambda *a, form=form: bias_hopper.table_gradients(*a, form, num_sms=_NUM_SMS),
+    )
+    for which, call in calls.items():
+      found[f"jagged_{which}/{activation},bias"] = Case(
+        call, (*operands, _tile_list(), tables), spill_bytes=_BIAS_SPILLS
+      )
+  return found
+
+
+def _tile_list() -> TileList:
+  return jax.eval_shape(lambda: TileList(jnp.zeros((100, FIELDS), jnp.int32), jnp.zeros(2, jnp.int32)))
+
+
 def _jagged_case(kernel, form: Form, operands: tuple, *, turned: bool | None = None, spill_bytes: int = 0) -> Case:
   """turned: whether gradients are turned back; None for a forward kernel."""
   num_tokens, _, width = operands[0].shape
+  rest = kernel in (backward_hopper.query_gradient, backward_hopper.key_gradients)
 
   def call(operands, tiles, *turn_TK):
-    return kernel(*operands, tiles, *turn_TK, form, num_sms=_NUM_SMS)
+    return kernel(*operands, tiles, *turn_TK, *[None] * rest, form, num_sms=_NUM_SMS)
 
-  tiles = jax.eval_shape(lambda: TileList(jnp.zeros((100, FIELDS), jnp.int32), jnp.zeros(2, jnp.int32)))
   turn_TK = {None: (), False: (None,), True: (_array(num_tokens, width, dtype=jnp.float32),)}[turned]
-  return Case(call, (operands, tiles, *turn_TK), spill_bytes=spill_bytes)
+  return Case(call, (operands, _tile_list(), *turn_TK), spill_bytes=spill_bytes)
 
 
 def _hidden_case(shape: FfnShape) -> Case:

@@ -7,6 +7,7 @@ interpreter a stand-in beside it, and has a test of its own on the GPU.
 
 from collections.abc import Callable
 
+import numpy as np
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf, vector
@@ -39,6 +40,11 @@ def const(value: int) -> ir.Value:
 def const_f32(value: float) -> ir.Value:
   """A float32."""
   return arith.constant(f32(), value)  # type: ignore  # stubs lack this form
+
+
+def f32_bits(value: float) -> str:
+  """A float32 in the text of PTX."""
+  return f"0f{int(np.float32(value).view(np.uint32)):08X}"
 
 
 def asm(results: tuple[ir.Type, ...], operands: list[ir.Value], text: str, constraints: str, *, pure: bool = False):

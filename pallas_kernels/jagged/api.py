@@ -125,7 +125,8 @@ def attention(
     broadcast_q: every row has these queries.
     schedule: of `jagged.make_schedule`, so that kernels need not make one. Its mask and numbers of tokens are checked;
       its offsets are not, and with others than these the result is wrong.
-    implementation: "reference", "interpret", "hopper"; None takes hopper where it can serve.
+    implementation: "reference", "interpret", "hopper"; None takes hopper where it can serve, but not yet for a bias
+      or a rotary embedding.
 
   Returns:
     o_THK in the dtype of q; with broadcast_q [B * L, H, K].
@@ -138,7 +139,9 @@ def attention(
   _check_tokens(q_THK, k_SGK, v_SGK)
   mask = _mask(causal, window, block, num_targets)
   form = _form(activation, pre_scale, post_scale, *q_THK.shape[1:])
-  same_tokens, turn_values = k_offsets is None, rotary is not None and rotary.values
+  # No GPU has run the kernels of blocks, of rotary embeddings and of a bias yet: they have to be asked for.
+  asked = implementation is not None
+  same_tokens, turn_values = asked and k_offsets is None, rotary is not None and rotary.values
   form = dataclasses.replace(
     form, mask=mask, broadcast_q=bool(broadcast_q), same_tokens=same_tokens, turn_values=turn_values
   )
@@ -153,7 +156,9 @@ def attention(
   if rotary is not None:
     rotary = jax.tree.map(lambda a: lax.stop_gradient(jnp.asarray(a)), rotary)
     rotary.check(_OP, len(q_THK), q_THK.shape[2])
-  unsupported = lambda: _kernels().unsupported(q_THK.dtype, q_THK.shape[2], form, has_bias=bias is not None)
+  unsupported = lambda: _kernels().unsupported(q_THK.dtype, q_THK.shape[2])
+  if not asked and (bias is not None or rotary is not None):
+    implementation = "reference"
   chosen = dispatch.choose(_OP, implementation, unsupported)
   tokens = q_THK, k_SGK, v_SGK, bias, rotary
   return _attention(form, chosen, _Arguments(*tokens, q_offsets, k_offsets, history_B, schedule))
@@ -287,8 +292,14 @@ def _with_sums(form: Form, implementation: str, a: _Arguments) -> tuple[jax.Arra
   if schedule is None:
     sizes, offsets = (len(q_THK), len(a.k_SGK)), (a.q_offsets, a.k_offsets)
     schedule = schedules.make(*offsets, a.history_B, form.mask, *sizes, same_tokens=form.same_tokens)
-  o_THK, lse_HT = _kernels().forward(q_THK, a.k_SGK, a.v_SGK, schedule, form, interpret=implementation == "interpret")
+  arrays = q_THK, a.k_SGK, a.v_SGK, _bias(a)
+  o_THK, lse_HT = _kernels().forward(*arrays, schedule, form, interpret=implementation == "interpret")
   return o_THK, lse_HT, schedule
+
+
+def _bias(a: _Arguments):
+  """As kernels read it."""
+  return None if a.bias is None else _kernels().Bias.of(a.bias, a.q_offsets)
 
 
 def _for_every_row(form: Form, a: _Arguments) -> jax.Array:
@@ -316,7 +327,7 @@ def _backward(form, implementation, kept, d_o_THK):
       a.q_THK, a.k_SGK, a.v_SGK, a.q_offsets, a.k_offsets, a.history_B, a.bias, a.rotary, o_THK, lse_HT, d_o_THK, form
     )
   else:
-    arrays = _for_every_row(form, a), a.k_SGK, a.v_SGK, o_THK, lse_HT, d_o_THK, a.rotary
+    arrays = _for_every_row(form, a), a.k_SGK, a.v_SGK, o_THK, lse_HT, d_o_THK, _bias(a), a.rotary
     d = _kernels().backward(*arrays, schedule, form, interpret=implementation == "interpret")
     if form.broadcast_q:
       d_q_BLHK = d.q_THK.reshape(len(a.q_offsets) - 1, *a.q_THK.shape)

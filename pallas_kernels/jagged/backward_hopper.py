@@ -25,6 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import mosaic
 from pallas_kernels.jagged import common_hopper as common
 from pallas_kernels.jagged import rows, schedule
+from pallas_kernels.jagged.bias_hopper import Bias, add_to
 from pallas_kernels.jagged.form import Form
 from pallas_kernels.jagged.schedule import ALIGNMENT, TILE, Field, TileList
 from pallas_kernels.jagged.schedule import BACKWARD_STEP as STEP
@@ -34,19 +35,45 @@ _STAGES = 2  # steps on their way
 
 @functools.partial(jax.jit, static_argnames=("form", "num_sms", "interpret"))
 def query_gradient(
-  q_THK, k_SGK, v_SGK, d_o_THK, lse_HT, delta_HT, tiles: TileList, turn_TK, form: Form, *, num_sms=None, interpret=False
+  q_THK,
+  k_SGK,
+  v_SGK,
+  d_o_THK,
+  lse_HT,
+  delta_HT,
+  tiles: TileList,
+  turn_TK,
+  bias,
+  form: Form,
+  *,
+  num_sms=None,
+  interpret=False,
 ) -> jax.Array:
   """d_q_THK, zeros for tokens in no row; lse and delta are None without softmax, turn without a rotary embedding."""
-  arrays = _Arrays((q_THK, d_o_THK), (k_SGK, v_SGK), item_sums=_given(lse_HT, delta_HT), turn=_given(turn_TK))
+  sums, turn = _given(lse_HT, delta_HT), _given(turn_TK)
+  arrays = _Arrays((q_THK, d_o_THK), (k_SGK, v_SGK), item_sums=sums, turn=turn, bias=bias)
   return _launch("jagged_query_gradient", _query_kernel, (q_THK,), arrays, tiles, form, num_sms, interpret)[0]
 
 
 @functools.partial(jax.jit, static_argnames=("form", "num_sms", "interpret"))
 def key_gradients(
-  q_THK, k_SGK, v_SGK, d_o_THK, lse_HT, delta_HT, tiles: TileList, turn_TK, form: Form, *, num_sms=None, interpret=False
+  q_THK,
+  k_SGK,
+  v_SGK,
+  d_o_THK,
+  lse_HT,
+  delta_HT,
+  tiles: TileList,
+  turn_TK,
+  bias,
+  form: Form,
+  *,
+  num_sms=None,
+  interpret=False,
 ) -> tuple[jax.Array, jax.Array]:
   """(d_k_SGK, d_v_SGK), zeros for tokens in no row; None as for `query_gradient`."""
-  arrays = _Arrays((k_SGK, v_SGK), (q_THK, d_o_THK), step_sums=_given(lse_HT, delta_HT), turn=_given(turn_TK))
+  sums, turn = _given(lse_HT, delta_HT), _given(turn_TK)
+  arrays = _Arrays((k_SGK, v_SGK), (q_THK, d_o_THK), step_sums=sums, turn=turn, bias=bias)
   return _launch("jagged_key_gradients", _key_kernel, (k_SGK, v_SGK), arrays, tiles, form, num_sms, interpret)
 
 
@@ -61,7 +88,9 @@ class _Arrays(NamedTuple):
   of_steps: tuple
   item_sums: tuple = ()  # [heads, tokens], f32
   step_sums: tuple = ()
-  turn: tuple = ()  # [tokens, K], f32: `Rotary.table`, which is read from memory alone
+  # Read from memory alone.
+  turn: tuple = ()  # [tokens, K], f32: `Rotary.table`
+  bias: Bias | None = None
 
 
 def _launch(name, kernel, results, arrays: _Arrays, tiles: TileList, form: Form, num_sms, interpret) -> tuple:
@@ -104,6 +133,7 @@ def _launch(name, kernel, results, arrays: _Arrays, tiles: TileList, form: Form,
       tuple(map(pad_sums, arrays.item_sums)),
       tuple(map(pad_sums, arrays.step_sums)),
       tuple(jnp.pad(a_TK, ((0, reach), (0, 0))) for a_TK in arrays.turn),
+      arrays.bias,
     ),
     *tiles,
   )
@@ -188,9 +218,11 @@ def _query_kernel(refs, tiles_ref, counts_ref, d_q_ref, smem, entry_smem, *barri
         k_smem, v_smem = (own.at[stage] for own in smem.of_steps)
         masked, key = common.is_masked(entry, t), entry[Field.OTHER_TOKEN] + t * STEP
         k_CK = common.clear_others(k_smem, masked, key, entry, interpret=interpret)
-        s_QC, d_p_QC = _two_products((q_smem, k_smem), (d_o_smem, v_smem))
-        visible = lambda: common.visible(form, entry, first, key, s_QC.shape, queries=0)
-        _, d_s_QC = _weights(form, head, s_QC, d_p_QC, sums, masked, visible, queries=0)
+        s_QC, d_p_QC = common.two_products((q_smem, k_smem), (d_o_smem, v_smem))
+        tile = entry, first, key, s_QC.shape
+        add_bias = add_to(refs.bias, *tile[:3], queries=0, interpret=interpret)
+        visible = lambda: common.visible(form, *tile, queries=0)
+        _, d_s_QC = common.weights_and_gradient(form, head, s_QC, add_bias, d_p_QC, sums, masked, visible, queries=0)
         d_q_QK = mosaic.mma(d_q_QK, d_s_QC.astype(d_q_ref.dtype), k_CK, interpret=interpret)
         plgpu.barrier_arrive(barriers.free.at[stage])
         return d_q_QK
@@ -239,10 +271,14 @@ def _key_kernel(
           common.clear_others(own, masked, query, entry, interpret=interpret) for own in (q_smem, d_o_smem)
         )
         sums = [plgpu.load(own.at[stage], layout=plgpu.Layout.WGMMA.reduce(0)) for own in smem.step_sums]
-        s_QC, d_p_QC = _two_products((k_smem, q_smem), (v_smem, d_o_smem))
-        visible = lambda: common.visible(form, entry, first, query, s_QC.shape, queries=1)
+        s_QC, d_p_QC = common.two_products((k_smem, q_smem), (v_smem, d_o_smem))
+        tile = entry, first, query, s_QC.shape
+        add_bias = add_to(refs.bias, *tile[:3], queries=1, interpret=interpret)
+        visible = lambda: common.visible(form, *tile, queries=1)
         query_head = head * group + lax.div(done, entry[Field.STEPS])
-        p_QC, d_s_QC = _weights(form, query_head, s_QC, d_p_QC, sums, masked, visible, queries=1)
+        p_QC, d_s_QC = common.weights_and_gradient(
+          form, query_head, s_QC, add_bias, d_p_QC, sums, masked, visible, queries=1
+        )
         d_v_QK = mosaic.mma(d_v_QK, p_QC.astype(d_v_ref.dtype), d_o_CK, interpret=interpret)
         d_k_QK = mosaic.mma(d_k_QK, d_s_QC.astype(d_k_ref.dtype), q_CK, interpret=interpret)
         plgpu.commit_smem()  # sums were read by plain loads
@@ -263,35 +299,6 @@ def _key_kernel(
       common.clear_tail(out_ref, counts_ref[1], 2 * sm + wg, 2 * num_sms, interpret=interpret)
 
   lax.cond(wg < 2, compute, load)
-
-
-def _two_products(first, second) -> tuple[jax.Array, jax.Array]:
-  """a b^T of two pairs of operands, f32[Q, C] each."""
-
-  def multiply(acc_a, acc_b):
-    for acc, (a, b) in ((acc_a, first), (acc_b, second)):
-      plgpu.wgmma(acc, a, b.transpose((1, 0)))
-    return acc_a[...], acc_b[...]
-
-  acc = plgpu.ACC((rows.ROWS, STEP), jnp.float32)
-  return pl.run_scoped(multiply, acc, acc)
-
-
-def _weights(form: Form, head, s, d_p, sums, masked, visible, *, queries: int) -> tuple[jax.Array, jax.Array]:
-  """p, and d_s without the scales that `common.score_scale` holds; 0 for pairs that are not visible."""
-  if form.is_softmax:
-    lse, delta = (lax.broadcast_in_dim(x, s.shape, [queries]) for x in sums)
-    p = jnp.exp2(s * (form.pre_scale * common.LOG2_E) - lse * common.LOG2_E)
-    d_s = p * (common.scaled(d_p, form.post_scale) - delta)
-  else:
-    s = common.scaled(s, form.pre_scale)
-    p, d_s = form.activate_one(s, head), d_p * form.slope_one(s, head)
-
-  def mask():
-    seen = visible()
-    return jnp.where(seen, p, 0.0), jnp.where(seen, d_s, 0.0)
-
-  return lax.cond(masked, mask, lambda: (p, d_s))
 
 
 def _store(d_QK, out_ref, head, entry, first, turn_refs: tuple, interpret: bool) -> None:

@@ -11,9 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 TIME_BUCKETS = 129
-_BUCKET_WIDTH = 0.301
-# Smallest distance of bucket 1, 2, ...: a distance d is in floor(ln(max(1, d)) / 0.301), at most 128.
-_THRESHOLDS = np.exp(_BUCKET_WIDTH * np.arange(1, TIME_BUCKETS))
+BUCKET_WIDTH = 0.301
+_LARGEST = np.iinfo(np.int32).max
+# A distance d is in bucket floor(ln(max(1, d)) / 0.301), at most 128; those from 72 on begin beyond int32.
+# i32[130]: the largest distance below bucket 0, 1, ...
+LAST_BELOW = np.minimum(np.ceil(np.exp(BUCKET_WIDTH * np.arange(TIME_BUCKETS + 1))) - 1, _LARGEST).astype(np.int32)
+LAST_BELOW[0] = -1
 
 
 @jax.tree_util.register_dataclass
@@ -54,18 +57,12 @@ class RelativeBias:
     # Outside the table: a place that is filled with NaN, not one from the end.
     place_QS = jnp.where(place_QS < 0, self.position.shape[0], place_QS)
     distance_QS = jnp.abs(requested_Q[:, None] - happened_S[None, :])
-    bucket_QS = jnp.searchsorted(jnp.asarray(_integers(_THRESHOLDS)), distance_QS, side="right")
+    bucket_QS = jnp.searchsorted(jnp.asarray(LAST_BELOW[1:]), distance_QS)  # how many are below the distance
     return place_QS, bucket_QS
 
   def at(self, place_QS, bucket_QS) -> jax.Array:
     """f32[Q, S]."""
     return self.position.at[place_QS].get(mode="fill", fill_value=math.nan) + self.time[bucket_QS]
-
-
-def _integers(thresholds: np.ndarray) -> np.ndarray:
-  """An integer distance reaches a threshold if it reaches the next integer; those past int32 are never reached."""
-  reachable = thresholds[thresholds < np.iinfo(np.int32).max]
-  return np.ceil(reachable).astype(np.int32)
 
 
 def requests(timestamps_T: jax.Array, offsets: jax.Array) -> jax.Array:

@@ -196,7 +196,7 @@ class _Item(NamedTuple):
 def _attend(item: _Item, store, q: list, k: list, v: list) -> None:
   form, s_QC = item.form, item.scores(q, k)
   if not form.is_softmax:
-    p_QC = item.where_own(form.activate_one(common.scaled(s_QC, form.pre_scale), item.head), 0.0)
+    p_QC = item.where_own(form.activate_one(common.scores(form, s_QC, None), item.head), 0.0)
     store(0, item.product(p_QC.astype(q[0].dtype), v, form.post_scale))
     return
   s_QC = item.where_own(s_QC * (form.pre_scale * common.LOG2_E), -jnp.inf)

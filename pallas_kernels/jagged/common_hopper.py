@@ -8,12 +8,13 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import device
 from pallas_kernels.jagged import rows, schedule
 from pallas_kernels.jagged.form import Form
-from pallas_kernels.jagged.schedule import Field
+from pallas_kernels.jagged.schedule import BACKWARD_STEP, Field
 
 ITEMS = 2  # of a block that are there: one is used, one arrives
 LOG2_E = math.log2(math.e)
@@ -92,6 +93,44 @@ def score_scale(form: Form) -> float:
 def scaled(x: jax.Array, scale: float) -> jax.Array:
   """x * scale."""
   return x if scale == 1 else x * scale
+
+
+def two_products(first, second) -> tuple[jax.Array, jax.Array]:
+  """a b^T of two pairs of operands, f32[Q, C] each."""
+
+  def multiply(acc_a, acc_b):
+    for acc, (a, b) in ((acc_a, first), (acc_b, second)):
+      plgpu.wgmma(acc, a, b.transpose((1, 0)))
+    return acc_a[...], acc_b[...]
+
+  acc = plgpu.ACC((rows.ROWS, BACKWARD_STEP), jnp.float32)
+  return pl.run_scoped(multiply, acc, acc)
+
+
+def scores(form: Form, products, add_bias) -> jax.Array:
+  """What the activation is of, or for softmax what exp2 is of; add_bias is None, or (s, unit) -> s + unit * bias."""
+  unit = LOG2_E if form.is_softmax else 1.0
+  s = scaled(products, form.pre_scale * unit)
+  return s if add_bias is None else add_bias(s, unit)
+
+
+def weights_and_gradient(
+  form: Form, head, products, add_bias, d_p, sums, masked, visible, *, queries: int
+) -> tuple[jax.Array, jax.Array]:
+  """p, and d_s without the scales that `score_scale` holds; 0 for pairs that are not visible."""
+  s = scores(form, products, add_bias)
+  if form.is_softmax:
+    lse, delta = (lax.broadcast_in_dim(x, s.shape, [queries]) for x in sums)
+    p = jnp.exp2(s - lse * LOG2_E)
+    d_s = p * (scaled(d_p, form.post_scale) - delta)
+  else:
+    p, d_s = form.activate_one(s, head), d_p * form.slope_one(s, head)
+
+  def mask():
+    seen = visible()
+    return jnp.where(seen, p, 0.0), jnp.where(seen, d_s, 0.0)
+
+  return lax.cond(masked, mask, lambda: (p, d_s))
 
 
 def wait_for_last(number, slots: int, *barriers) -> None:

@@ -24,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import mosaic
 from pallas_kernels.jagged import common_hopper as common
 from pallas_kernels.jagged import rows, schedule
+from pallas_kernels.jagged.bias_hopper import Bias, add_to
 from pallas_kernels.jagged.form import Form
 from pallas_kernels.jagged.schedule import FORWARD_STEP as STEP
 from pallas_kernels.jagged.schedule import TILE, Field, TileList
@@ -48,6 +49,7 @@ def forward(
   v_SGK: jax.Array,
   tiles: TileList,
   form: Form,
+  bias: Bias | None = None,
   *,
   config: Config = Config(),
   num_sms: int | None = None,
@@ -63,6 +65,7 @@ def forward(
     v_SGK: values.
     tiles: of a schedule, those of the forward pass.
     form: what is computed.
+    bias: what is added to scores.
     config: speed alone.
     num_sms: one block runs on each; None: those of the device, which must then be there.
     interpret: run in Mosaic's interpreter.
@@ -99,11 +102,13 @@ def forward(
     compiler_params=plgpu.CompilerParams(approx_math=True),
     kernel_name="jagged_attention",
     interpret=interpret,
-  )(pad(q_THK, TILE), pad(k_SGK, STEP), pad(v_SGK, STEP), *tiles)
+  )(pad(q_THK, TILE), pad(k_SGK, STEP), pad(v_SGK, STEP), bias, *tiles)
   return o_THK, lse_HT[0] if lse_HT else None
 
 
-def _kernel(q_ref, k_ref, v_ref, tiles_ref, counts_ref, o_ref, *rest, form: Form, stages, num_sms, interpret):
+def _kernel(
+  q_ref, k_ref, v_ref, bias: Bias | None, tiles_ref, counts_ref, o_ref, *rest, form: Form, stages, num_sms, interpret
+):
   *lse_ref, q_smem, k_smem, v_smem, entry_smem, q_full, q_free, k_full, v_full, k_free, v_free, turn = rest
   wg, sm = lax.axis_index("wg"), lax.axis_index("sm")
   heads, width = o_ref.shape[1:]
@@ -166,7 +171,8 @@ def _kernel(q_ref, k_ref, v_ref, tiles_ref, counts_ref, o_ref, *rest, form: Form
         masked = common.is_masked(entry, t)
         key = entry[Field.OTHER_TOKEN] + t * STEP
         visible = lambda: common.visible(form, entry, first, key, s_QC.shape, queries=0)
-        p_QC, carry = _weights(form, head, s_QC, carry, masked, visible)
+        add_bias = add_to(bias, entry, first, key, queries=0, interpret=interpret)
+        p_QC, carry = _weights(form, head, common.scores(form, s_QC, add_bias), carry, masked, visible)
         plgpu.barrier_arrive(turn)
         plgpu.barrier_wait(v_full.at[stage])
         plgpu.barrier_wait(turn)
@@ -204,11 +210,10 @@ def _weights(form: Form, head, s_QC, carry, masked, visible):
   """p_QC before it is scaled, and the carry for it: what was summed so far, in the scale of the new maxima."""
   replace = lambda x_QC, value: lax.cond(masked, lambda: jnp.where(visible(), x_QC, value), lambda: x_QC)
   if not form.is_softmax:
-    p_QC = form.activate_one(s_QC * form.pre_scale if form.pre_scale != 1 else s_QC, head)
-    return replace(p_QC, 0.0), carry
+    return replace(form.activate_one(s_QC, head), 0.0), carry
   o_QK, most_Q, total_Q = carry
   rows_of = lambda x_Q, like: lax.broadcast_in_dim(x_Q, like.shape, [0])
-  s_QC = replace(s_QC * (form.pre_scale * common.LOG2_E), -jnp.inf)
+  s_QC = replace(s_QC, -jnp.inf)
   new_Q = jnp.maximum(most_Q, s_QC.max(axis=1))
   kept_Q = jnp.exp2(most_Q - new_Q)
   p_QC = jnp.exp2(s_QC - rows_of(new_Q, s_QC))
