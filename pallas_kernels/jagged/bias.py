@@ -54,11 +54,24 @@ class RelativeBias:
     """i32[Q, S] twice, where to look in either table; positions count from the start of a row."""
     longest = (self.position.shape[0] + 1) // 2
     place_QS = j_S[None, :] - i_Q[:, None] + longest - 1
-    # Outside the table: a place that is filled with NaN, not one from the end.
-    place_QS = jnp.where(place_QS < 0, self.position.shape[0], place_QS)
+    # Before the table: a place behind it, which is filled with NaN, and its own for each diagonal.
+    place_QS = jnp.where(place_QS < 0, self.position.shape[0] - place_QS + len(i_Q) + len(j_S), place_QS)
     distance_QS = jnp.abs(requested_Q[:, None] - happened_S[None, :])
     bucket_QS = jnp.searchsorted(jnp.asarray(LAST_BELOW[1:]), distance_QS)  # how many are below the distance
     return place_QS, bucket_QS
+
+  def add_gradients(self, d_tables, d_s_QS, place_QS, bucket_QS) -> tuple[jax.Array, jax.Array]:
+    """Gradients of the tables and what a tile adds to them, in an order of their own: scattered additions have none."""
+    (d_position, d_time), (num_queries, num_keys) = d_tables, d_s_QS.shape
+    # Rows from the last to the first, each one further to the right: diagonals stand in columns.
+    length = num_queries + num_keys - 1
+    skewed = jnp.pad(d_s_QS[::-1], ((0, 0), (0, num_queries))).reshape(-1)[: num_queries * length]
+    diagonals = jnp.sum(skewed.reshape(num_queries, length), axis=0)
+    # Places that are not in the table belong to no pair that counts.
+    place = jnp.concatenate([place_QS[::-1, 0], place_QS[0, 1:]])
+    d_position = d_position.at[place].add(diagonals, mode="drop", unique_indices=True)
+    of_bucket = bucket_QS[:, :, None] == jnp.arange(TIME_BUCKETS)[None, None, :]
+    return d_position, d_time + jnp.sum(jnp.where(of_bucket, d_s_QS[:, :, None], 0), axis=(0, 1))
 
   def at(self, place_QS, bucket_QS) -> jax.Array:
     """f32[Q, S]."""

@@ -1,10 +1,13 @@
 """Between packed rows and dense arrays: copies, a softmax inside rows, and products with a matrix of each row's own.
 
-Plain jnp that XLA fuses and shards; autodiff is JAX's own. Whatever lies behind the last row is never read: it gives 0,
-and gets no gradient. A matrix of `jagged_dense_matmul` that is not finite may spoil other rows.
+Plain jnp that XLA fuses and shards. Whatever lies behind the last row is never read: it gives 0, and gets no gradient.
+What is not finite stays in its row. Sums over a row have an order of their own: the same bits again, on a GPU too,
+where scattered additions would come in any order.
 
-Dimension key: T tokens, B rows, L longest row, D and E features.
+Dimension key: T tokens, B rows, L longest row, D and E features, N tiles of at most R tokens of one row.
 """
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +15,9 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import row_offsets
+from pallas_kernels.jagged.geometry import Tiles
+
+_TILE, _TILES_AT_A_TIME = 64, 64  # of jagged_dense_matmul; bounds the matrices that are copied beside each other
 
 
 def jagged_to_dense(
@@ -91,14 +97,54 @@ def jagged_softmax(x_TD: jax.Array, offsets: jax.Array) -> jax.Array:
   x_TD, offsets = _checked("jagged.jagged_softmax", x_TD, offsets)
   if not jnp.issubdtype(x_TD.dtype, jnp.floating):
     raise TypeError(f"jagged.jagged_softmax: x_TD must be floating, got {x_TD.dtype}{x_TD.shape}")
+  return _softmax(x_TD, offsets)
+
+
+@jax.custom_vjp
+def _softmax(x_TD: jax.Array, offsets: jax.Array) -> jax.Array:
   rows = len(offsets)  # one more, of what is in none
-  row_T, _ = _places(offsets, len(x_TD))
-  real_T = (row_T < rows - 1).reshape(-1, *(1 for _ in x_TD.shape[1:]))
+  row_T, real_T = _rows_and_real(offsets, x_TD)
   wide_TD = jnp.where(real_T, x_TD, 0).astype(jnp.promote_types(x_TD.dtype, jnp.float32))
   largest_BD = jax.ops.segment_max(wide_TD, row_T, num_segments=rows, indices_are_sorted=True)
-  e_TD = jnp.exp(wide_TD - lax.stop_gradient(largest_BD)[row_T])
-  total_BD = jax.ops.segment_sum(e_TD, row_T, num_segments=rows, indices_are_sorted=True)
-  return jnp.where(real_T, e_TD / total_BD[row_T], 0).astype(x_TD.dtype)
+  e_TD = jnp.exp(wide_TD - largest_BD[row_T])
+  return jnp.where(real_T, e_TD / _row_sums(e_TD, offsets), 0).astype(x_TD.dtype)
+
+
+def _softmax_forward(x_TD, offsets):
+  p_TD = _softmax(x_TD, offsets)
+  return p_TD, (p_TD, offsets)
+
+
+def _softmax_backward(kept, d_p_TD):
+  p_TD, offsets = kept
+  _, real_T = _rows_and_real(offsets, p_TD)
+  wide = jnp.promote_types(p_TD.dtype, jnp.float32)
+  p_TD, d_p_TD = p_TD.astype(wide), jnp.where(real_T, d_p_TD, 0).astype(wide)
+  d_x_TD = jnp.where(real_T, p_TD * (d_p_TD - _row_sums(p_TD * d_p_TD, offsets)), 0)
+  return d_x_TD.astype(kept[0].dtype), np.zeros(offsets.shape, jax.dtypes.float0)
+
+
+_softmax.defvjp(_softmax_forward, _softmax_backward)
+
+
+def _rows_and_real(offsets: jax.Array, x_TD: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """The row of every token, and whether it has one, of the rank of x."""
+  row_T, _ = _places(offsets, len(x_TD))
+  return row_T, (row_T < len(offsets) - 1).reshape(-1, *(1 for _ in x_TD.shape[1:]))
+
+
+def _row_sums(x_TD: jax.Array, offsets: jax.Array) -> jax.Array:
+  """Of each token's row, [T, ...]; a scan, as its order of additions is fixed."""
+  row_T, _ = _places(offsets, len(x_TD))
+  starts_T = (row_T != jnp.roll(row_T, 1)).reshape(-1, *(1 for _ in x_TD.shape[1:]))
+
+  def add(a, b):
+    (starts_a, sum_a), (starts_b, sum_b) = a, b
+    return starts_a | starts_b, jnp.where(starts_b, sum_b, sum_a + sum_b)
+
+  _, upto_TD = lax.associative_scan(add, (starts_T, x_TD))
+  last_B = jnp.append(offsets[1:] - 1, len(x_TD) - 1)
+  return upto_TD[last_B[row_T]]
 
 
 def jagged_dense_matmul(x_TD: jax.Array, w_BDE: jax.Array, offsets: jax.Array) -> jax.Array:
@@ -122,13 +168,63 @@ def jagged_dense_matmul(x_TD: jax.Array, w_BDE: jax.Array, offsets: jax.Array) -
       f"{op}: w_BDE must be [B, D, E] with B={len(offsets) - 1} of the offsets and D of x_TD{x_TD.shape}, got shape"
       f" {w_BDE.shape}"
     )
-  row_T, _ = _places(offsets, len(x_TD))
-  real_T1 = (row_T < len(w_BDE))[:, None]
-  precision = lax.Precision.HIGHEST if x_TD.dtype == jnp.float32 else None
-  y_TE = lax.ragged_dot(
-    jnp.where(real_T1, x_TD, 0), w_BDE, jnp.diff(offsets), precision=precision, preferred_element_type=jnp.float32
-  )
-  return jnp.where(real_T1, y_TE, 0).astype(x_TD.dtype)
+  return _matmul(x_TD, w_BDE, offsets)
+
+
+@jax.custom_vjp
+def _matmul(x_TD: jax.Array, w_BDE: jax.Array, offsets: jax.Array) -> jax.Array:
+  tiles, tokens_of = _tiles(offsets, len(x_TD))
+  if w_BDE.size == 0 or x_TD.size == 0:
+    return jnp.zeros((len(x_TD), w_BDE.shape[2]), x_TD.dtype)
+
+  def multiply(n):
+    x_RD = x_TD.at[tokens_of(n)].get(mode="fill", fill_value=0)
+    return _einsum("rd,de->re", x_RD, w_BDE[tiles.row[n]]).astype(x_TD.dtype)
+
+  y_NRE = lax.map(multiply, jnp.arange(len(tiles.row)), batch_size=_TILES_AT_A_TIME)
+  row_T, position_T = _places(offsets, len(x_TD))
+  first_B = jnp.searchsorted(tiles.row[: len(tiles.row)], jnp.arange(len(w_BDE)), side="left")
+  tile_T = jnp.append(first_B, len(tiles.row))[row_T] + position_T // _TILE
+  return y_NRE.at[tile_T, position_T % _TILE].get(mode="fill", fill_value=0)
+
+
+def _matmul_forward(x_TD, w_BDE, offsets):
+  return _matmul(x_TD, w_BDE, offsets), (x_TD, w_BDE, offsets)
+
+
+def _matmul_backward(kept, d_y_TE):
+  x_TD, w_BDE, offsets = kept
+  tiles, tokens_of = _tiles(offsets, len(x_TD))
+
+  def add(n, d_w_BDE):
+    x_RD, d_y_RE = (a.at[tokens_of(n)].get(mode="fill", fill_value=0) for a in (x_TD, d_y_TE))
+    return d_w_BDE.at[tiles.row[n]].add(_einsum("rd,re->de", x_RD, d_y_RE))
+
+  # One tile after another: several of a row at once would be added in any order.
+  d_w_BDE = jnp.zeros_like(w_BDE, jnp.promote_types(w_BDE.dtype, jnp.float32))
+  d_w_BDE = lax.fori_loop(0, tiles.number, add, d_w_BDE) if w_BDE.size and x_TD.size else d_w_BDE
+  d_x_TD = _matmul(d_y_TE, w_BDE.swapaxes(1, 2), offsets)
+  return d_x_TD, d_w_BDE.astype(w_BDE.dtype), np.zeros(offsets.shape, jax.dtypes.float0)
+
+
+_matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
+def _tiles(offsets: jax.Array, num_tokens: int) -> tuple[Tiles, Callable[[jax.Array], jax.Array]]:
+  """All tiles, and n -> i32[R], the tokens of tile n; past the end of the array where its row has no more."""
+  tiles = Tiles.of(jnp.diff(offsets), num_tokens, _TILE)
+
+  def tokens_of(n):
+    row, first = tiles.row[n], tiles.block[n] * _TILE
+    token_R = offsets[row] + first + jnp.arange(_TILE, dtype=jnp.int32)
+    return jnp.where((token_R < offsets[row + 1]) & (n < tiles.number), token_R, num_tokens)
+
+  return tiles, tokens_of
+
+
+def _einsum(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+  precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+  return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))
 
 
 def _checked(op: str, x_TD, offsets) -> tuple[jax.Array, jax.Array]:

@@ -117,7 +117,7 @@ def backward(
         d_s_GRQC = jnp.where(visible_QC, d_p_GRQC * _by_head(form.slope, s_GRQC), 0)
       if places is not None:
         d_s_QC = jnp.sum(d_s_GRQC, axis=(0, 1))
-        d_tables = [d.at[place].add(d_s_QC.astype(d.dtype), mode="drop") for d, place in zip(d_tables, places)]
+        d_tables = bias.add_gradients(d_tables, d_s_QC.astype(jnp.float32), *places)
       d_s_GRQC = form.pre_scale * d_s_GRQC
       d_q_QGRK = d_q_QGRK + _einsum("grqc,cgk->qgrk", d_s_GRQC, keys.read(call.k_SGK))
       d_k_SGK = keys.add(d_k_SGK, _einsum("grqc,qgrk->cgk", d_s_GRQC, q_QGRK))
@@ -128,7 +128,7 @@ def backward(
     d_q_QGRK, *rest = lax.fori_loop(0, tile.key_tiles, key_tile, (jnp.zeros_like(q_QGRK), *rest))
     return tile.write(d_q_TGRK, d_q_QGRK), *rest
 
-  d_tables = [] if bias is None else [jnp.zeros_like(bias.position), jnp.zeros_like(bias.time)]
+  d_tables = () if bias is None else (jnp.zeros_like(bias.position), jnp.zeros_like(bias.time))
   start = *(jnp.zeros_like(a) for a in (call.q_TGRK, call.k_SGK, call.v_SGK)), d_tables
   d_q_TGRK, d_k_SGK, d_v_SGK, d_tables = lax.fori_loop(0, call.query_tiles, query_tile, start)
   d_q_THK = d_q_TGRK[: call.shape[0]].reshape(call.shape)

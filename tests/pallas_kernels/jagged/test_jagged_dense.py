@@ -117,6 +117,25 @@ def test_a_product_with_each_rows_own_matrix(lengths):
     np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+def test_what_is_not_finite_stays_in_its_row():
+  x, offsets, rng = draw([2, 70, 3])
+  w = rng.normal(size=(3, 5, 4)).astype(np.float32)
+  others = np.r_[0:2, 72 : len(x)]
+  clean = np.asarray(jagged.jagged_dense_matmul(x, w, offsets))
+  spoilt_x, spoilt_w = x.copy(), w.copy()
+  spoilt_x[2], spoilt_w[1] = np.nan, np.inf
+  for a, b in ((spoilt_x, w), (x, spoilt_w)):
+    found = np.asarray(jagged.jagged_dense_matmul(a, b, offsets))
+    np.testing.assert_array_equal(found[others], clean[others])
+    assert not np.isfinite(found[2]).any()
+    for d in gradient(lambda a, b: jagged.jagged_dense_matmul(a, b, offsets), a, b, up=np.ones_like(clean)):
+      rows = others if len(d) == len(x) else [0, 2]
+      assert np.isfinite(np.asarray(d)[rows]).all()
+  softmax = np.asarray(jagged.jagged_softmax(spoilt_x, offsets))
+  np.testing.assert_array_equal(softmax[others], np.asarray(jagged.jagged_softmax(x, offsets))[others])
+  assert np.isnan(softmax[2:72]).all()
+
+
 def test_refusals():
   x, offsets = np.zeros((4, 3), np.float32), np.array([0, 4], np.int32)
   for said, error, call in (
