@@ -33,7 +33,6 @@ _CASES = cases_flag()
 
 Json = dict[str, Any]
 _SAMPLES = 7  # of a time, of which the median counts
-_CHECKED_ROWS = 2  # of a case, against the reference
 _ERROR_LIMIT = 1.5e-2  # of bf16 results and gradients; rounding p once makes 3e-3
 _XLA_PAIRS = 1 << 31  # scores of all heads: what fits into memory
 _BACKWARD = 2.5  # times the operations of the forward pass
@@ -45,6 +44,7 @@ class Case:
 
   shape: JaggedShape
   options: dict  # of jagged.attention
+  with_bias: bool = False
   baselines: tuple[str, ...] = ()  # cudnn_padded, cudnn_equal, xla
 
 
@@ -63,13 +63,15 @@ def cases() -> dict[str, Case]:
   found["pooling 64 seeds, L=2048 fill=0.5"] = Case(
     shape=shapes.BENCHMARK["L=2048 seeds=64 fill=0.5"], options=dict(broadcast_q=True), baselines=("cudnn_padded",)
   )
-  found["block 64, L=2000 fill=0.7"] = Case(shape=shapes.BENCHMARK["blocks L=2000 fill=0.7"], options=dict(block=64))
+  blocks = shapes.BENCHMARK["blocks L=2000 fill=0.75"]
+  found["block 64, L=2000 fill=0.75"] = Case(shape=blocks, options=dict(block=64))
   hstu = shapes.BENCHMARK["hstu L=2048"]
   found["window 100, L=2048 fill=0.5"] = Case(shape=shapes.BENCHMARK["L=2048 fill=0.5"], options=dict(window=100))
   found["hstu causal, L=2048"] = Case(
     shape=hstu,
     options=dict(activation="silu", causal=True, pre_scale=0.088, post_scale=1 / 2048),
   )
+  found["hstu causal with bias, L=2048"] = dataclasses.replace(found["hstu causal, L=2048"], with_bias=True)
   found["flash causal, L=2048"] = Case(shape=hstu, options=dict(causal=True), baselines=cudnn)
   return found
 
@@ -130,7 +132,16 @@ class Problem:
     same = self.case.shape.keys is None and self.case.shape.queries is None
     offsets = (None if self.case.shape.queries else q_offsets), (None if same else k_offsets)
     options = self.case.options | dict(implementation=implementation, schedule=schedule)
+    if self.case.with_bias:
+      options["bias"] = self._bias(len(q))
     return jagged.attention(q, k, v, *offsets, **options)
+
+  def _bias(self, tokens: int) -> jagged.RelativeBias:
+    """Tables of small numbers, and a token of each row every minute; its own row says when, so rows need no order."""
+    table = lambda size, place: 0.02 * jax.random.normal(jax.random.key(place), (size,), jnp.float32)
+    return jagged.RelativeBias(
+      table(2 * self.case.shape.L - 1, 0), table(129, 1), 60 * jnp.arange(tokens, dtype=jnp.int32)
+    )
 
   def ours(self, q, k, v, d_o, schedule):
     """o."""
@@ -142,26 +153,25 @@ class Problem:
     return with_gradients(lambda q, k, v: self.ours(q, k, v, None, schedule), d_o, q, k, v)
 
   def check(self, name: str) -> float:
-    """Largest relative error of o and the gradients of the first rows, against the plain reference in float32.
+    """Largest relative error of o and the gradients of a few rows, against the plain reference in float32.
 
-    Rows do not see each other, so the first ones alone have to give the same.
+    Rows do not see each other, so the first, one in the middle and the last alone have to give the same.
     """
-    rows = _CHECKED_ROWS
-    q_end, k_end = int(self.q_offsets[rows]), int(self.k_offsets[rows])
-    d_end = rows * self.case.shape.queries if self.case.shape.queries else q_end
-    q = self.q if self.case.shape.queries else self.q[:q_end]
+    rows = sorted({0, self.case.shape.B // 2, self.case.shape.B - 1})
+    q_tokens, k_tokens = (_tokens(offsets, rows) for offsets in (self.q_offsets, self.k_offsets))
+    q_offsets, k_offsets = (_few(offsets, rows) for offsets in (self.q_offsets, self.k_offsets))
     wide = lambda a: a.astype(jnp.float32)
-    few = functools.partial(
-      self._call, q_offsets=self.q_offsets[: rows + 1], k_offsets=self.k_offsets[: rows + 1], implementation="reference"
-    )
-    arguments = q, self.k[:k_end], self.v[:k_end]
-    expected = jax.jit(functools.partial(with_gradients, few))(wide(self.d_o[:d_end]), *map(wide, arguments))
-    # Seeds are the same for all rows: with the cotangent of the first rows alone, so is their gradient.
-    d_o = self.d_o.at[d_end:].set(0)
-    found = jax.jit(self.ours_with_gradients)(self.q, self.k, self.v, d_o, self.schedule)
+    few = functools.partial(self._call, q_offsets=q_offsets, k_offsets=k_offsets, implementation="reference")
+    q = self.q if self.case.shape.queries else self.q[q_tokens]
+    arguments = q, self.k[k_tokens], self.v[k_tokens]
+    expected = jax.jit(functools.partial(with_gradients, few))(wide(self.d_o[q_tokens]), *map(wide, arguments))
+    # Seeds are the same for all rows: with the cotangent of these rows alone, so is their gradient.
+    d_o = jnp.zeros_like(self.d_o).at[q_tokens].set(self.d_o[q_tokens])
+    o, d_q, d_k, d_v = jax.jit(self.ours_with_gradients)(self.q, self.k, self.v, d_o, self.schedule)
+    found = o[q_tokens], d_q if self.case.shape.queries else d_q[q_tokens], d_k[k_tokens], d_v[k_tokens]
     worst = 0.0
     for which, a, b in zip(("o", "dq", "dk", "dv"), found, expected, strict=True):
-      a, b = np.asarray(a[: len(b)], np.float64), np.asarray(b, np.float64)
+      a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
       error = np.linalg.norm(a - b) / np.linalg.norm(b)
       if not error <= _ERROR_LIMIT:
         raise AssertionError(f"{name}: {which} is off by {error:.2e} of the reference, {_ERROR_LIMIT:.1e} allowed")
@@ -209,6 +219,16 @@ class Problem:
     if shape.queries:
       q, d_o = (a[:, : shape.queries] for a in (q, d_o))
     return lambda q, k, v, d_o: function(q, k, v), (q, k, v, d_o)
+
+
+def _tokens(offsets: np.ndarray, rows: list[int]) -> np.ndarray:
+  """All tokens of these rows."""
+  return np.concatenate([np.arange(offsets[b], offsets[b + 1]) for b in rows])
+
+
+def _few(offsets: np.ndarray, rows: list[int]) -> np.ndarray:
+  """Offsets of these rows alone."""
+  return np.cumsum([0, *(offsets[b + 1] - offsets[b] for b in rows)]).astype(np.int32)
 
 
 def visible_pairs(q_lengths, k_lengths, *, causal=False, window=None, block=None) -> int:
