@@ -14,8 +14,9 @@ from pallas_kernels.jagged.bias_hopper import Bias
 from pallas_kernels.jagged.form import Form
 from pallas_kernels.jagged.geometry import Mask
 from pallas_kernels.jagged.schedule import FIELDS, TileList
-from pallas_kernels.twell import Spec, active_hopper, decode_hopper, gather_hopper, pack_hopper
+from pallas_kernels.twell import Spec, active_hopper, decode_hopper, gather_hopper, gradient_hopper, pack_hopper
 from pallas_kernels.twell import shapes as ffn_shapes
+from pallas_kernels.twell.gradient_blocks import Entries
 from pallas_kernels.twell.shapes import FfnShape
 
 _NUM_SMS = 132  # of an H200
@@ -38,7 +39,8 @@ class Case:
 
 def cases() -> dict[str, Case]:
   """Returns them by name, the kernel first."""
-  return _jagged() | _embedding_bag() | _twell_pack() | _twell_gather() | _twell_active() | _twell_decode()
+  twell = _twell_pack() | _twell_gather() | _twell_active() | _twell_decode() | _twell_gradients()
+  return _jagged() | _embedding_bag() | twell
 
 
 def _array(*shape: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
@@ -124,6 +126,34 @@ def _gather_case(shape: FfnShape, started: bool, unroll: int) -> Case:
   config = gather_hopper.Config(dots_unroll=unroll, sums_unroll=unroll)
   tokens, weights = (_array(rows, shape.D, dtype=shape.dtype) for rows in (shape.M, shape.F))
   return Case(gather, (tokens, _words(shape), weights, *[weights] * shape.gated, *[tokens] * started))
+
+
+def _twell_gradients() -> dict[str, Case]:
+  """Each of the three kernels alone, of widths for one, two and four warps."""
+  found = {}
+  for width, gated, dtype in (
+    (128, True, jnp.bfloat16),
+    (2048, True, jnp.bfloat16),
+    (2048, False, jnp.float16),
+    (4096, True, jnp.bfloat16),
+    (8192, False, jnp.bfloat16),
+  ):
+    shape = dataclasses.replace(ffn_shapes.BENCHMARK["paper_short"], D=width, gated=gated, dtype=dtype)
+    tokens, weights = (_array(rows, width, dtype=dtype) for rows in (shape.M, shape.F))
+    integers, floats = (_array(1 << 20, dtype=kind) for kind in (jnp.int32, jnp.float32))
+    entries = jax.eval_shape(lambda *arrays: Entries(*arrays), integers, integers, floats, floats, floats)
+    entries = entries if gated else entries._replace(of_gate=None)
+    of_tokens = lambda x_MD, words_MTS, w_FD, gate_FD, first_M, d_l1: gradient_hopper.token_gradients(
+      x_MD, words_MTS, gate_FD, w_FD, w_FD, x_MD, d_l1, first_M, room=1 << 20
+    )
+    operands = tokens, _words(shape), weights, weights if gated else None, _array(shape.M, dtype=jnp.int32)
+    sums = functools.partial(gradient_hopper.segment_sums, num_rows=8000)
+    name = f"D={width},{'gated' if gated else 'non_gated'}"
+    found[f"twell_token_gradients/{name}"] = Case(of_tokens, (*operands, _array(dtype=jnp.float32)))
+    found[f"twell_segment_sums/{name}"] = Case(sums, (tokens, tokens, entries, _array(9000, 3, dtype=jnp.int32)))
+  join = functools.partial(gradient_hopper.joined, width=2048)
+  found["twell_join_segments"] = Case(join, (_array(8000, 2048, dtype=jnp.float32), _array(5632, 2, dtype=jnp.int32)))
+  return found
 
 
 def _words(shape: FfnShape) -> jax.ShapeDtypeStruct:

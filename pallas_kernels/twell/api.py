@@ -12,12 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
-from pallas_kernels.twell import format, reference
+from pallas_kernels.twell import format, gradients, reference
 from pallas_kernels.twell.format import Spec, Twell
-from pallas_kernels.twell.routing import DENSE
+from pallas_kernels.twell.routing import DENSE, FEW_TOKENS
 
 Route = Literal["sparse", "dense", "auto"]
-_ROWS_OF_A_CHUNK = 8192  # of the backward pass: bounds its temporaries
 
 
 class Stats(NamedTuple):
@@ -37,6 +36,7 @@ class _Options(NamedTuple):
   hot: int
   with_active: bool
   implementation: dispatch.Implementation
+  by_kernels: bool  # also the backward pass
 
 
 def pack(
@@ -151,7 +151,9 @@ def _call(op, x_MD, weights, spec, route, density_hint, hot, with_active, implem
   dispatch.refuse_sharded(op, x_MD=x_MD, **weights)
   unsupported = lambda: None if route == "dense" else _kernels().unsupported(x_MD.dtype, num_neurons, width, spec)
   chosen = dispatch.choose(op, implementation, unsupported)
-  options = _Options(spec if route != "dense" else None, route, known_hint, hot, with_active, chosen)
+  # No GPU has run the backward kernels yet: they have to be asked for.
+  by_kernels = implementation is not None and chosen != "reference"
+  options = _Options(spec if route != "dense" else None, route, known_hint, hot, with_active, chosen, by_kernels)
   w_gate_FD = weights.get("w_gate_FD")
   y_MD, sums, taken = _feedforward(options, x_MD, w_gate_FD, weights["w_up_FD"], weights["w_down_FD"], traced_hint)
   tokens = max(num_tokens, 1)
@@ -200,12 +202,17 @@ def _kernels() -> ModuleType:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _feedforward(options: _Options, x_MD, w_gate_FD, w_up_FD, w_down_FD, traced_hint):
   """Returns (y_MD, sums, i32[] route). The dispatch lies inside: autodiff sees neither its branches nor the kernels."""
+  return _with_words(options, x_MD, w_gate_FD, w_up_FD, w_down_FD, traced_hint, keep=False)[:3]
+
+
+def _with_words(options: _Options, x_MD, w_gate_FD, w_up_FD, w_down_FD, traced_hint, *, keep: bool):
+  """And the packed gate, if it is to be kept."""
   weights = w_gate_FD, w_up_FD, w_down_FD
   if options.implementation == "reference" or options.route == "dense":
     y_MD, sums = reference.feedforward(
       x_MD, *weights, spec=options.spec, hot=options.hot, with_active=options.with_active
     )
-    return y_MD, sums, jnp.int32(DENSE)
+    return y_MD, sums, jnp.int32(DENSE), None
   return _kernels().feedforward(
     x_MD,
     *weights,
@@ -214,39 +221,43 @@ def _feedforward(options: _Options, x_MD, w_gate_FD, w_up_FD, w_down_FD, traced_
     density_hint=traced_hint if options.density_hint is None else options.density_hint,
     hot=options.hot,
     with_active=options.with_active,
+    keep=keep,
     interpret=options.implementation == "interpret",
   )
 
 
 def _forward(options, x_MD, w_gate_FD, w_up_FD, w_down_FD, traced_hint):
-  kept = x_MD, w_gate_FD, w_up_FD, w_down_FD, traced_hint
-  return _feedforward(options, *kept), kept
+  arguments = x_MD, w_gate_FD, w_up_FD, w_down_FD, traced_hint
+  *results, words_MTS = _with_words(options, *arguments, keep=_is_sparse_backward(options, len(x_MD)))
+  return tuple(results), (arguments, words_MTS, results[-1])
+
+
+def _is_sparse_backward(options: _Options, num_tokens: int) -> bool:
+  """Whether gradients come from the packed gate; else they are those of the dense block, recomputed."""
+  by_kernels = options.by_kernels and options.route != "dense"
+  return by_kernels and options.hot == 0 and num_tokens > FEW_TOKENS
 
 
 def _backward(options, kept, cotangents):
-  """Of the dense block, recomputed: the temporaries are those of one chunk. Weight gradients add up in float32."""
-  del options
-  x_MD, *weights, traced_hint = kept
+  """Weight gradients add up in float32."""
+  (x_MD, *weights, traced_hint), words_MTS, taken = kept
   d_y_MD, d_sums, _ = cotangents
-  num_rows, width = x_MD.shape
-  rows = min(_ROWS_OF_A_CHUNK, max(num_rows, 1))
-  chunks = -(-num_rows // rows)
-  cut = lambda a_MD: jnp.pad(a_MD, ((0, chunks * rows - num_rows), (0, 0))).reshape(chunks, rows, width)
-
-  def outputs(x_MD, weights):
-    y_MD, sums = reference.feedforward(x_MD, *weights, spec=None, hot=0, with_active=False)
-    return y_MD, sums.l1
-
-  def chunk(d_weights, parts):
-    x_MD, d_y_MD = parts
-    d_x_MD, d_parts = jax.vjp(outputs, x_MD, weights)[1]((d_y_MD, d_sums.l1))
-    return jax.tree.map(lambda total, part: total + part, d_weights, d_parts), d_x_MD
-
-  zeros = jax.tree.map(lambda w: jnp.zeros_like(w, jnp.promote_types(w.dtype, jnp.float32)), weights)
-  d_weights, d_x_CMD = jax.lax.scan(chunk, zeros, (cut(x_MD), cut(d_y_MD)))
-  d_x_MD = d_x_CMD.reshape(chunks * rows, width)[:num_rows]
+  if words_MTS is None:
+    d_x_MD, d_weights = gradients.dense(x_MD, tuple(weights), d_y_MD, d_sums.l1)
+  else:
+    d_x_MD, d_weights = _kernels().backward(
+      x_MD,
+      tuple(weights),
+      words_MTS,
+      d_y_MD,
+      d_sums.l1,
+      always_sparse=options.route == "sparse",
+      taken=taken,
+      interpret=options.implementation == "interpret",
+    )
   d_hint = jax.tree.map(jnp.zeros_like, traced_hint)  # decides how, not what
-  return d_x_MD, *jax.tree.map(lambda d, w: d.astype(w.dtype), d_weights, weights), d_hint
+  d_weights = jax.tree.map(lambda d, w: d.astype(w.dtype), tuple(d_weights), tuple(weights))
+  return d_x_MD, *d_weights, d_hint
 
 
 _feedforward.defvjp(_forward, _backward)

@@ -26,7 +26,6 @@ from pallas_kernels import mosaic, ptx
 from pallas_kernels.twell import bits, rows
 from pallas_kernels.twell.reference import Sums
 
-MAX_TOKENS = 64
 _NEURONS = 64  # of a block of `hidden`: the rows of one wgmma
 _MANY_PAIRS = 48  # of token and neuron in a block; more are faster by a second product, 0.1 us each against 5 us
 _STAGE_BYTES = 180 * 1024  # of operands on their way; a block reads 256 KB of the gate at D = 2048
@@ -45,7 +44,7 @@ def feedforward(
   with_active: bool,
   interpret: bool,
 ) -> tuple[jax.Array, Sums]:
-  """y_MD and sums over the tokens, at most MAX_TOKENS; the caller has checked shapes and dtypes."""
+  """y_MD and sums over the tokens, at most `routing.FEW_TOKENS`; the caller has checked shapes and dtypes."""
   num_tokens, num_neurons = x_MD.shape[0], w_up_FD.shape[0]
   if num_tokens == 0:
     zero, active_F = jnp.zeros((), jnp.float32), jnp.zeros((num_neurons,), bool)

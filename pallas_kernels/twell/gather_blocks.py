@@ -50,7 +50,7 @@ def list_entries(words_ref, first_token, entries_smem, heads_smem, team: Team, *
   )
   def run(ctx, words_ref, first_token, entries, heads):
     del ctx
-    lane, warp, token = _place(first_token, team)
+    lane, warp, token = place_of_warp(first_token, team)
     row = ptx.offset(ptx.global_address(words_ref), token, 4 * row_words)
     start = ptx.offset(ptx.shared_address(entries), warp, 4 * capacity)
     head = ptx.offset(ptx.shared_address(heads), warp, 4 * HEAD_WORDS)
@@ -112,26 +112,26 @@ def multiply_rows(
   def run(ctx, x_ref, w_ref, first_token, entries, heads, dots):
     del ctx
     capacity = ir.MemRefType(entries.type).shape[1]
-    lane, warp, token = _place(first_token, team)
+    lane, warp, token = place_of_warp(first_token, team)
     row = Row(lane, warp, team, ir.MemRefType(x_ref.type).element_type)
-    token = _clamped(token, num_tokens)
+    token = clamped(token, num_tokens)
     words = row.load(row.start(ptx.global_address(x_ref), token), "ld.global.cs.v4.b32")
     x = [value for word in words for value in row.unpack(word)]
     head = ptx.offset(ptx.shared_address(heads), warp, 4 * HEAD_WORDS)
     _note_if_not_finite(x, lane, head)
-    weights, keep = row.base(ptx.global_address(w_ref)), _keep_policy()
+    weights, keep = row.base(ptx.global_address(w_ref)), keep_policy()
     entry_of, dot_of = (ptx.offset(ptx.shared_address(s), warp, 4 * capacity) for s in (entries, dots))
 
     def step(place, count, carry):
       del carry
-      rows = [row.load_weights(weights, _neuron(_entry(entry_of, place, n)), keep) for n in range(count)]
+      rows = [row.load_weights(weights, neuron_of(load_entry(entry_of, place, n)), keep) for n in range(count)]
       for n, words in enumerate(rows):
         value = warp_sum(dot(row, words, x))
         at = ptx.offset(dot_of, arith.addi(place, ptx.const(n)), 4)
         ptx.asm((), [at, value, lane], "{.reg .pred p; setp.eq.u32 p, $2, 0; @p st.shared.f32 [$0], $1;}", "r,f,r")
       return []
 
-    loop(_load_head(head, ENTRIES), unroll, step, [])
+    loop(load_head(head, ENTRIES), unroll, step, [])
     if team.warps == 1:
       ptx.asm((), [], f"bar.warp.sync {ptx.ALL_LANES};", "")
     else:
@@ -198,11 +198,11 @@ def add_rows(
     start_ref = rest.pop(0) if has_start else None
     dots = rest.pop(0) if has_dots else None
     capacity = ir.MemRefType(entries.type).shape[1]
-    lane, warp, token = _place(first_token, team)
+    lane, warp, token = place_of_warp(first_token, team)
     row = Row(lane, warp, team, ir.MemRefType(out_ref.type).element_type)
-    safe_token = _clamped(token, num_tokens)
+    safe_token = clamped(token, num_tokens)
     exists = arith.cmpi(arith.CmpIPredicate.ult, token, ptx.const(num_tokens))
-    weights, keep = row.base(ptx.global_address(w_ref)), _keep_policy()
+    weights, keep = row.base(ptx.global_address(w_ref)), keep_policy()
     entry_of = ptx.offset(ptx.shared_address(entries), warp, 4 * capacity)
     head = ptx.offset(ptx.shared_address(heads), warp, 4 * HEAD_WORDS)
     first_warp = arith.andi(warp, ptx.const(WARPS - team.warps))  # of the token
@@ -219,8 +219,8 @@ def add_rows(
 
     def step(place, count, carry):
       l1, *acc = carry
-      listed = [_entry(entry_of, place, n) for n in range(count)]
-      rows = [row.load_weights(weights, _neuron(entry), keep) for entry in listed]
+      listed = [load_entry(entry_of, place, n) for n in range(count)]
+      rows = [row.load_weights(weights, neuron_of(entry), keep) for entry in listed]
       for n, (entry, words) in enumerate(zip(listed, rows)):
         h = hidden(arith.addi(place, ptx.const(n)), entry)
         l1 = ptx.asm((ptx.f32(),), [l1, h], "{.reg .f32 a; abs.f32 a, $2; add.f32 $0, $1, a;}", "=f,f,f", pure=True)
@@ -233,7 +233,7 @@ def add_rows(
     else:
       words = row.load(row.start(ptx.global_address(start_ref), safe_token), "ld.global.cs.v4.b32")
       acc = [value for word in words for value in row.unpack(word)]
-    l1, *acc = loop(_load_head(head, ENTRIES), unroll, step, [ptx.const_f32(0.0), *acc])
+    l1, *acc = loop(load_head(head, ENTRIES), unroll, step, [ptx.const_f32(0.0), *acc])
     row.store(row.start(ptx.global_address(out_ref), safe_token), acc, exists)
 
     part = arith.subi(warp, first_warp)
@@ -243,38 +243,43 @@ def add_rows(
     ptx.asm((), [at, l1, writes_l1], "@$2 st.global.f32 [$0], $1;", "l,f,b")
     count = arith.addi(arith.muli(safe_token, ptx.const(team.warps)), part)
     at = ptx.offset(ptx.global_address(counts_ref), count, 4)
-    fits = arith.cmpi(arith.CmpIPredicate.eq, _load_head(head, MISFIT), ptx.const(0))
-    value = arith.select(fits, _load_head(head, COUNT), ptx.const(0xFFFFFFFF))
+    fits = arith.cmpi(arith.CmpIPredicate.eq, load_head(head, MISFIT), ptx.const(0))
+    value = arith.select(fits, load_head(head, COUNT), ptx.const(0xFFFFFFFF))
     ptx.asm((), [at, value, first_lane], "@$2 st.global.b32 [$0], $1;", "l,r,b")
     return []
 
   run(first_token, *refs)
 
 
-def _place(first_token, team: Team) -> tuple[ir.Value, ir.Value, ir.Value]:
+def place_of_warp(first_token, team: Team) -> tuple[ir.Value, ir.Value, ir.Value]:
   """(lane, warp, the warp's token), which may lie past the last."""
   lane, warp = ptx.lane_and_warp()
   own = arith.shrui(warp, ptx.const(team.warps.bit_length() - 1))
   return lane, warp, arith.addi(ptx.scalar(first_token), own)
 
 
-def _clamped(token: ir.Value, num_tokens: int) -> ir.Value:
+def clamped(token: ir.Value, num_tokens: int) -> ir.Value:
+  """The token, or the last one."""
   return arith.minui(token, ptx.const(num_tokens - 1))
 
 
-def _keep_policy() -> ir.Value:
+def keep_policy() -> ir.Value:
+  """For rows that L2 should keep."""
   return ptx.asm((ptx.i64(),), [], "createpolicy.fractional.L2::evict_last.b64 $0, 1.0;", "=l", pure=True)
 
 
-def _load_head(head: ir.Value, word: int) -> ir.Value:
+def load_head(head: ir.Value, word: int) -> ir.Value:
+  """A word of a warp's head."""
   return ptx.asm((ptx.i32(),), [head], f"ld.shared.b32 $0, [$1+{4 * word}];", "=r,r")
 
 
-def _entry(entries: ir.Value, place: ir.Value, n: int) -> ir.Value:
+def load_entry(entries: ir.Value, place: ir.Value, n: int) -> ir.Value:
+  """Entry place + n of a list."""
   return ptx.asm((ptx.i32(),), [ptx.offset(entries, place, 4)], f"ld.shared.b32 $0, [$1+{4 * n}];", "=r,r")
 
 
-def _neuron(entry: ir.Value) -> ir.Value:
+def neuron_of(entry: ir.Value) -> ir.Value:
+  """The lower half of an entry."""
   return arith.andi(entry, ptx.const(0xFFFF))
 
 

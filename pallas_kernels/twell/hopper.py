@@ -9,8 +9,18 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.twell import active_hopper, decode_hopper, gather_hopper, pack_hopper, reference, routing
+from pallas_kernels.twell import (
+  active_hopper,
+  decode_hopper,
+  gather_hopper,
+  gradient_hopper,
+  gradients,
+  pack_hopper,
+  reference,
+  routing,
+)
 from pallas_kernels.twell.format import Spec, Twell
+from pallas_kernels.twell.gradients import Weights
 from pallas_kernels.twell.reference import Sums
 from pallas_kernels.twell.routing import DENSE, SPARSE
 
@@ -52,9 +62,12 @@ def feedforward(
   density_hint: float | jax.Array | None,
   hot: int,
   with_active: bool,
+  keep: bool,
   interpret: bool,
-) -> tuple[jax.Array, Sums, jax.Array]:
-  """Returns y_MD, sums over the tokens, and i32[] the route; the caller has checked all arguments.
+) -> tuple[jax.Array, Sums, jax.Array, jax.Array | None]:
+  """Returns y_MD, sums over the tokens, i32[] the route, and words_MTS; the caller has checked all arguments.
+
+  words_MTS is None unless it is to be kept, and means nothing where the dense route was taken.
 
   Args:
     x_MD: tokens.
@@ -66,36 +79,77 @@ def feedforward(
     density_hint: for "auto".
     hot: neurons at the start that are computed densely.
     with_active: also say which neurons fired.
+    keep: return the packed gate, too; of more than `routing.FEW_TOKENS` tokens.
     interpret: run the kernels in Mosaic's interpreter.
   """
   weights = w_gate_FD, w_up_FD, w_down_FD
-  sparse: Callable = functools.partial(_sparse, spec=spec, hot=hot, with_active=with_active, interpret=interpret)
-  dense = functools.partial(_dense, with_active=with_active)
-  few = x_MD.shape[0] <= decode_hopper.MAX_TOKENS
+  sparse: Callable = functools.partial(
+    _sparse, spec=spec, hot=hot, with_active=with_active, keep=keep, interpret=interpret
+  )
+  dense = functools.partial(_dense, with_active=with_active, words=_words(x_MD, w_up_FD, spec) if keep else None)
+  few = x_MD.shape[0] <= routing.FEW_TOKENS
   if few:
-    sparse = functools.partial(decode_hopper.feedforward, with_active=with_active, interpret=interpret)
+    decode = functools.partial(decode_hopper.feedforward, with_active=with_active, interpret=interpret)
+    sparse = lambda *arrays: (*decode(*arrays), None)
+  found = lambda results, taken: (*results[:2], taken, results[2])
   if route == "sparse" or (few and density_hint is None):
-    return *sparse(x_MD, *weights), jnp.int32(SPARSE)
+    return found(sparse(x_MD, *weights), jnp.int32(SPARSE))
 
   limit = routing.pays_below((w_down_FD,) if w_gate_FD is None else (w_up_FD, w_down_FD))
   if density_hint is None:
     # The hot neurons are dense on either route.
     density_hint = routing.sample_density(x_MD, w_up_FD if w_gate_FD is None else w_gate_FD, hot)
   if isinstance(density_hint, int | float):
-    chosen, taken = (sparse, SPARSE) if density_hint < limit else (dense, DENSE)
-    return *chosen(x_MD, *weights), jnp.int32(taken)
+    chosen, known = (sparse, SPARSE) if density_hint < limit else (dense, DENSE)
+    return found(chosen(x_MD, *weights), jnp.int32(known))
   pays = density_hint < limit
-  y_MD, sums = jax.lax.cond(pays, sparse, dense, x_MD, *weights)
-  return y_MD, sums, jnp.where(pays, SPARSE, DENSE).astype(jnp.int32)
+  taken = jnp.where(pays, SPARSE, DENSE).astype(jnp.int32)
+  return found(jax.lax.cond(pays, sparse, dense, x_MD, *weights), taken)
 
 
-def _dense(x_MD, w_gate_FD, w_up_FD, w_down_FD, *, with_active) -> tuple[jax.Array, Sums]:
+def backward(
+  x_MD, weights: Weights, words_MTS, d_y_MD, d_l1, *, always_sparse: bool, taken, interpret: bool
+) -> tuple[jax.Array, Weights]:
+  """(d_x_MD, float32 gradients of the weights), by the route that was taken; all rows are in them.
+
+  Args:
+    x_MD: tokens.
+    weights: gate or None, up, down.
+    words_MTS: what the forward pass kept.
+    d_y_MD: cotangent of y.
+    d_l1: f32[], cotangent of the sum of |h|.
+    always_sparse: whether there was no other route.
+    taken: i32[], the route.
+    interpret: run the kernels in Mosaic's interpreter.
+  """
+
+  def sparse(*arrays):
+    found = gradient_hopper.gradients(x_MD, words_MTS, *weights, d_y_MD, d_l1, interpret=interpret)
+    d_weights = found.d_gate_FD, found.d_up_FD, found.d_down_FD
+    return routing.add_misfit_gradients(x_MD, weights, ~found.fits_M, d_y_MD, d_l1, found.d_x_MD, d_weights)
+
+  if always_sparse:
+    return sparse()
+  return jax.lax.cond(taken == SPARSE, sparse, lambda: gradients.dense(x_MD, weights, d_y_MD, d_l1))
+
+
+def _words(x_MD: jax.Array, firing_FD: jax.Array, spec: Spec) -> jax.Array:
+  """Zeros of the shape that a packed matrix has."""
+  words_MTS = jnp.zeros((x_MD.shape[0], spec.tiles(firing_FD.shape[0]), spec.words), jnp.uint32)
+  # Both branches of a cond must vary over the same mesh axes, and a constant varies over none.
+  varying = jax.typeof(x_MD).mat.varying | jax.typeof(firing_FD).mat.varying
+  return jax.lax.pcast(words_MTS, tuple(varying), to="varying") if varying else words_MTS
+
+
+def _dense(x_MD, w_gate_FD, w_up_FD, w_down_FD, *, with_active, words) -> tuple[jax.Array, Sums, jax.Array | None]:
   y_MD, sums = reference.feedforward(x_MD, w_gate_FD, w_up_FD, w_down_FD, spec=None, hot=0, with_active=with_active)
   # Both branches of a cond must vary over the same mesh axes, and a constant varies over none.
-  return y_MD, sums._replace(overflow_rows=jnp.zeros_like(sums.l0, jnp.int32))
+  return y_MD, sums._replace(overflow_rows=jnp.zeros_like(sums.l0, jnp.int32)), words
 
 
-def _sparse(x_MD, w_gate_FD, w_up_FD, w_down_FD, *, spec, hot, with_active, interpret) -> tuple[jax.Array, Sums]:
+def _sparse(
+  x_MD, w_gate_FD, w_up_FD, w_down_FD, *, spec, hot, with_active, keep, interpret
+) -> tuple[jax.Array, Sums, jax.Array | None]:
   gated = w_gate_FD is not None
   firing_FD = w_gate_FD if gated else w_up_FD
   words = pack_hopper.pack(x_MD, firing_FD, spec, first=hot, interpret=interpret)
@@ -123,4 +177,5 @@ def _sparse(x_MD, w_gate_FD, w_up_FD, w_down_FD, *, spec, hot, with_active, inte
     overflow_rows=jnp.sum(misfit_M, dtype=jnp.int32),
     active_F=active_F,
   )
-  return routing.compute_misfits(x_MD, (w_gate_FD, w_up_FD, w_down_FD), misfit_M, y_MD, sums)
+  weights = w_gate_FD, w_up_FD, w_down_FD
+  return *routing.compute_misfits(x_MD, weights, misfit_M, y_MD, sums), words if keep else None

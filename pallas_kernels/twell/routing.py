@@ -7,16 +7,18 @@ Dimension key: M tokens, D model width, F hidden neurons.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.twell import reference
+from pallas_kernels.twell import gradients, reference
+from pallas_kernels.twell.gradients import Weights
 from pallas_kernels.twell.reference import Sums
 
 DENSE, SPARSE = 0, 1  # what Stats.route says
+FEW_TOKENS = 64  # at most so many are served by kernels of their own, which pack nothing
 _SAMPLED_SHARE = 128  # one row of so many is looked at
 _MIN_SAMPLE = 64
 # Where the rows of all active neurons cost as much as the products that they replace: L2 at 8.7 TB/s against tensor
@@ -61,24 +63,11 @@ def compute_misfits(
   The number of such rows picks one of a few programs, each for up to so many; none computes more than `_CHUNK` rows at
   once. The others keep their bits.
   """
-  num_tokens = x_MD.shape[0]
-  rungs = [rung for rung in _RUNGS if rung < num_tokens // 4] + [num_tokens]
   number = sums.overflow_rows
-  # 0: nothing to do; n: the first rung that holds them all
-  branch = jnp.where(number == 0, 0, 1 + jnp.sum(number > jnp.asarray(rungs[:-1], jnp.int32), dtype=jnp.int32))
-
-  def nothing(y_MD, sums):
-    return y_MD, sums
 
   def some(rung: int) -> Callable:
     def run(y_MD, sums):
-      upto_M = jnp.cumsum(misfit_M.astype(jnp.int32))
-      for first in range(0, rung, _CHUNK):
-        wanted = first + jnp.arange(min(_CHUNK, rung - first), dtype=jnp.int32)
-        # The row at which the count passes `wanted`; past the last row, each at a place of its own, if there is none.
-        found = jnp.searchsorted(upto_M, wanted, side="right", method="scan_unrolled")
-        rows = jnp.where(wanted < number, found, num_tokens + wanted)
-        x_RD = x_MD.at[rows].get(mode="fill", fill_value=0)
+      for rows, x_RD in _rows_where(misfit_M, number, rung, x_MD):
         y_RD, more = _dense(x_RD, weights, sums)
         y_MD = y_MD.at[rows].set(y_RD, mode="drop", unique_indices=True)
         sums = _add(sums, more)
@@ -87,15 +76,60 @@ def compute_misfits(
     return run
 
   def all_rows(y_MD, sums):
-    chunks = [x_MD[first : first + _CHUNK] for first in range(0, num_tokens, _CHUNK)]
+    chunks = [x_MD[first : first + _CHUNK] for first in range(0, len(x_MD), _CHUNK)]
     parts, sums_of_parts = zip(*[_dense(x_RD, weights, sums) for x_RD in chunks])
     # One select at the end: XLA would copy all of y for each chunk written into it.
     y_MD = jnp.where(misfit_M[:, None], jnp.concatenate(parts), y_MD)
     # Of rows that fit too, so these take the place of what the kernels counted.
     return y_MD, functools.reduce(_add, sums_of_parts)._replace(overflow_rows=number)
 
-  branches = [nothing, *[some(rung) for rung in rungs[:-1]], all_rows]
-  return jax.lax.switch(branch, branches, y_MD, sums)
+  return _by_number(number, len(x_MD), some, all_rows, y_MD, sums)
+
+
+def add_misfit_gradients(
+  x_MD, weights: Weights, misfit_M, d_y_MD, d_l1, d_x_MD, d_weights
+) -> tuple[jax.Array, Weights]:
+  """(d_x_MD, d_weights), and what the rows where misfit_M holds add to the dense block's; others keep their bits."""
+  number = jnp.sum(misfit_M, dtype=jnp.int32)
+  added = lambda d_weights, more: jax.tree.map(jnp.add, d_weights, more)
+
+  def some(rung: int) -> Callable:
+    def run(d_x_MD, d_weights):
+      for rows, x_RD, d_y_RD in _rows_where(misfit_M, number, rung, x_MD, d_y_MD):
+        d_x_RD, more = gradients.dense(x_RD, weights, d_y_RD, d_l1)
+        d_x_MD = d_x_MD.at[rows].set(d_x_RD, mode="drop", unique_indices=True)
+        d_weights = added(d_weights, more)
+      return d_x_MD, d_weights
+
+    return run
+
+  def all_rows(d_x_MD, d_weights):
+    # A token of zeros fires for nothing, and adds nothing.
+    own = lambda a_MD: jnp.where(misfit_M[:, None], a_MD, 0)
+    found_MD, more = gradients.dense(own(x_MD), weights, own(d_y_MD), d_l1)
+    return jnp.where(misfit_M[:, None], found_MD, d_x_MD), added(d_weights, more)
+
+  return _by_number(number, len(x_MD), some, all_rows, d_x_MD, d_weights)
+
+
+def _by_number(number, num_tokens: int, some: Callable, all_rows: Callable, *results):
+  """The results as they are for no row; else by the first program that is for so many: some(at most), or all_rows."""
+  rungs = [rung for rung in _RUNGS if rung < num_tokens // 4]
+  # 0: nothing to do; n: the first rung that holds them all
+  branch = jnp.where(number == 0, 0, 1 + jnp.sum(number > jnp.asarray(rungs, jnp.int32), dtype=jnp.int32))
+  return jax.lax.switch(branch, [lambda *results: results, *map(some, rungs), all_rows], *results)
+
+
+def _rows_where(misfit_M, number, rung: int, *arrays: jax.Array) -> Iterator[tuple[jax.Array, ...]]:
+  """Numbers and contents of the rows where misfit_M holds, at most `_CHUNK` at a time; zeros behind the last."""
+  num_tokens = len(misfit_M)
+  upto_M = jnp.cumsum(misfit_M.astype(jnp.int32))
+  for first in range(0, rung, _CHUNK):
+    wanted = first + jnp.arange(min(_CHUNK, rung - first), dtype=jnp.int32)
+    # The row at which the count passes `wanted`; past the last row, each at a place of its own, if there is none.
+    found = jnp.searchsorted(upto_M, wanted, side="right", method="scan_unrolled")
+    rows = jnp.where(wanted < number, found, num_tokens + wanted)
+    yield rows, *(a.at[rows].get(mode="fill", fill_value=0) for a in arrays)
 
 
 def _dense(x_RD, weights, sums: Sums) -> tuple[jax.Array, Sums]:

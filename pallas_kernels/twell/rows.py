@@ -109,6 +109,17 @@ class Row:
       text = f"@$5 st.global.cs.v4.b32 [$0+{load * 2 * _LOAD_COLUMNS}], {{$1, $2, $3, $4}};"
       ptx.asm((), [address, *words[4 * load : 4 * load + 4], guard], text, "l,r,r,r,r,b")
 
+  def store_f32(self, array: ir.Value, index: ir.Value, values: list[ir.Value]) -> None:
+    """Writes the lane's columns of a row as they are."""
+    address = ptx.offset(ptx.offset(array, self._column, 4), index, 4 * self._team.width)
+    for load in range(self.loads):
+      guard = [self._guards[load]] if load in self._guards else []
+      for half in range(2):
+        first = 8 * load + 4 * half
+        at = f"[$0+{4 * (load * _LOAD_COLUMNS + 4 * half)}]"
+        text = f"{'@$5 ' if guard else ''}st.global.cs.v4.f32 {at}, {{$1, $2, $3, $4}};"
+        ptx.asm((), [address, *values[first : first + 4], *guard], text, "l,f,f,f,f" + ",b" * len(guard))
+
   def value(self, entry: ir.Value) -> ir.Value:
     """The value of an entry, its upper half."""
     return self.unpack(entry)[1]

@@ -21,7 +21,7 @@ import pytest
 import twell_oracle
 
 from pallas_kernels import twell
-from pallas_kernels.twell import api, routing
+from pallas_kernels.twell import api, gradients, routing
 
 # The interpreter takes seconds for a call: it runs one case of each kind, the other tests leave it out.
 without_interpreter = pytest.mark.parametrize(
@@ -437,7 +437,12 @@ class TestRoute:
       @staticmethod
       def feedforward(x_MD, *weights, density_hint, spec, hot, with_active, **options):
         seen.append(density_hint)
-        return *api.reference.feedforward(x_MD, *weights, spec=spec, hot=hot, with_active=with_active), jnp.int32(1)
+        results = api.reference.feedforward(x_MD, *weights, spec=spec, hot=hot, with_active=with_active)
+        return *results, jnp.int32(1), None
+
+      @staticmethod
+      def backward(x_MD, weights, words_MTS, d_y_MD, d_l1, **options):
+        return gradients.dense(x_MD, weights, d_y_MD, d_l1)
 
     monkeypatch.setattr(api, "_kernels", lambda: Kernels)
     options = dict(density_hint=0.25, implementation="interpret")
@@ -513,6 +518,43 @@ class TestDerivatives:
     self.assert_gradients(run, problem, implementation=implementation, route="sparse")
 
   @interpreter_is_slow
+  @gated_or_not
+  def test_rows_that_fit_and_rows_that_do_not(self, run, implementation, gated, monkeypatch):
+    """A full row overflows, one neuron fires for every token and so has many segments, some neurons fire for none."""
+    from pallas_kernels.twell import gradient_hopper  # needs Mosaic
+
+    monkeypatch.setattr(gradient_hopper, "_SEGMENT", 16)
+    density = np.r_[1.0, np.zeros(27), np.full(100, 0.05)]
+    problem = draw(79, 70, 128, 128, gated=gated, density=density).with_rows(full=[3, 69], empty=[0])
+    self.assert_gradients(run, problem, implementation=implementation, route="sparse")
+
+  @interpreter_is_slow
+  @pytest.mark.parametrize("room", [1, 2])
+  def test_entries_for_which_there_is_no_room(self, run, implementation, room, monkeypatch):
+    """The tokens behind the last that finds room are computed densely."""
+    from pallas_kernels.twell import gradient_hopper
+
+    monkeypatch.setattr(gradient_hopper, "_LEAST_ROOM", room)
+    problem = draw(80, 130, 128, 128, density=np.full(128, 0.02))
+    self.assert_gradients(run, problem, implementation=implementation, route="sparse")
+
+  @interpreter_is_slow
+  @pytest.mark.parametrize("hint", [0.001, 0.9])
+  def test_the_route_that_was_taken_is_the_one_that_goes_back(self, run, implementation, hint):
+    problem = draw(81, 70, 128, 128, density=np.full(128, 0.03))
+    arrays, d_y_MD = tuple(map(jnp.asarray, problem.arrays)), np.ones((70, 128), np.float32)
+
+    def loss(hint, *arrays):
+      y_MD, stats = problem.operation(*arrays, implementation=implementation, density_hint=hint)
+      return jnp.sum(y_MD.astype(jnp.float32) * d_y_MD) + stats.l1, stats.route
+
+    found, route = run(jax.jit(jax.grad(loss, argnums=range(1, 5), has_aux=True)), jnp.float32(hint), *arrays)
+    sparse = hint < 0.01 and implementation != "reference"
+    assert route == (routing.SPARSE if sparse else routing.DENSE)
+    for d, wanted in zip(found, twell_oracle.gradients(*dataclasses.astuple(problem), d_y_MD, 1.0), strict=True):
+      assert relative_error(d.astype(np.float64), wanted) <= 1e-2
+
+  @interpreter_is_slow
   def test_every_implementation_with_hot_neurons(self, run, implementation):
     problem = draw(73, 70, 128, 384, density=np.repeat([0.5, 0.02], [128, 256])).with_rows(full=[3], empty=[0])
     self.assert_gradients(run, problem, implementation=implementation, route="sparse", hot=128)
@@ -520,7 +562,7 @@ class TestDerivatives:
   @gated_or_not
   def test_chunks_of_rows_add_up(self, run, gated, monkeypatch):
     """The last one is not whole."""
-    monkeypatch.setattr(api, "_ROWS_OF_A_CHUNK", 32)
+    monkeypatch.setattr(gradients, "_ROWS_OF_A_CHUNK", 32)
     problem = draw(74, 70, 40, 300, gated=gated, dtype=jnp.float32).with_rows(full=[3, 69])
     self.assert_gradients(run, problem, tolerance=1e-5)
 

@@ -18,7 +18,7 @@ import pytest
 import twell_oracle
 
 from pallas_kernels import compile_cases, compile_check, mosaic
-from pallas_kernels.twell import Spec, active_hopper, decode_hopper, gather_hopper, hopper, pack_hopper
+from pallas_kernels.twell import Spec, active_hopper, decode_hopper, gather_hopper, hopper, pack_hopper, routing
 
 TILE, ROW_CAPACITY = 256, 256
 BLOCK = 64  # neurons of a block of `hidden`
@@ -95,13 +95,13 @@ class TestSharedMemory:
     with pytest.raises(ValueError, match="65536 at most"):
       Spec().tiles(65536 + 128)
 
-  @pytest.mark.parametrize("tokens", range(8, decode_hopper.MAX_TOKENS + 1, 8))
+  @pytest.mark.parametrize("tokens", range(8, routing.FEW_TOKENS + 1, 8))
   def test_hidden_fits(self, needed, tokens):
     for width in self.widths:
       x_PD, w_FD = self.array(tokens, width), self.array(65536, width)
       assert needed(decode_hopper.hidden, x_PD, w_FD, w_FD, w_FD, interpret=False) <= mosaic.SMEM_BYTES
 
-  @pytest.mark.parametrize("tokens", [8, decode_hopper.MAX_TOKENS])
+  @pytest.mark.parametrize("tokens", [8, routing.FEW_TOKENS])
   def test_combine_fits(self, needed, tokens):
     operands = self.array(tokens, 65536, dtype=jnp.float32), self.array(tokens, 2048, dtype=jnp.uint32)
     for width in self.widths:
