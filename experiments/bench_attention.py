@@ -100,7 +100,14 @@ def measure(chosen: dict[str, Case], samples: int, implementation: str) -> Itera
     error = problem.check(name)
     times = problem.times(samples)
     shape = {field: value for field, value in dataclasses.asdict(case.shape).items() if field != "dtype"}
-    facts = {"name": name, "shape": shape, "options": case.options, "pairs": problem.pairs, "tokens": problem.tokens}
+    facts = {
+      "name": name,
+      "shape": shape,
+      "options": case.options,
+      "bias": case.with_bias,
+      "pairs": problem.pairs,
+      "tokens": problem.tokens,
+    }
     yield facts | {"relative_error": error, "samples": samples, "ms": times, "imbalance": problem.imbalance, **ceilings}
     jax.clear_caches()
 
@@ -128,29 +135,31 @@ class Problem:
     sms = device.num_sms() if implementation == "hopper" else 132
     self.imbalance = float(self.schedule.imbalance(shape.H, sms))
 
-  def _call(self, q, k, v, q_offsets, k_offsets, implementation, schedule=None):
-    same = self.case.shape.keys is None and self.case.shape.queries is None
-    offsets = (None if self.case.shape.queries else q_offsets), (None if same else k_offsets)
+  def _call(self, q, k, v, *tables, q_offsets, k_offsets, implementation, schedule=None):
+    offsets = (None if self.case.shape.queries else q_offsets), (None if self._is_self else k_offsets)
     options = self.case.options | dict(implementation=implementation, schedule=schedule)
-    if self.case.with_bias:
-      options["bias"] = self._bias(len(q))
+    if tables:
+      # A token of each row every minute; its own row alone says when, so that rows need no order.
+      options["bias"] = jagged.RelativeBias(*tables, 60 * jnp.arange(len(q), dtype=jnp.int32))
     return jagged.attention(q, k, v, *offsets, **options)
 
-  def _bias(self, tokens: int) -> jagged.RelativeBias:
-    """Tables of small numbers, and a token of each row every minute; its own row says when, so rows need no order."""
+  @property
+  def _tables(self) -> tuple[jax.Array, ...]:
+    """Those of a bias, of small numbers; none without one."""
     table = lambda size, place: 0.02 * jax.random.normal(jax.random.key(place), (size,), jnp.float32)
-    return jagged.RelativeBias(
-      table(2 * self.case.shape.L - 1, 0), table(129, 1), 60 * jnp.arange(tokens, dtype=jnp.int32)
-    )
+    return (table(2 * self.case.shape.L - 1, 0), table(129, 1)) if self.case.with_bias else ()
 
   def ours(self, q, k, v, d_o, schedule):
     """o."""
     del d_o
-    return self._call(q, k, v, self.q_offsets, self.k_offsets, self.implementation, schedule)
+    offsets = dict(q_offsets=self.q_offsets, k_offsets=self.k_offsets)
+    return self._call(q, k, v, *self._tables, **offsets, implementation=self.implementation, schedule=schedule)
 
   def ours_with_gradients(self, q, k, v, d_o, schedule):
-    """o and the gradients of q, k and v."""
-    return with_gradients(lambda q, k, v: self.ours(q, k, v, None, schedule), d_o, q, k, v)
+    """o and the gradients of q, k, v and the tables of a bias."""
+    call = functools.partial(self._call, q_offsets=self.q_offsets, k_offsets=self.k_offsets)
+    call = functools.partial(call, implementation=self.implementation, schedule=schedule)
+    return with_gradients(call, d_o, q, k, v, *self._tables)
 
   def check(self, name: str) -> float:
     """Largest relative error of o and the gradients of a few rows, against the plain reference in float32.
@@ -163,14 +172,14 @@ class Problem:
     wide = lambda a: a.astype(jnp.float32)
     few = functools.partial(self._call, q_offsets=q_offsets, k_offsets=k_offsets, implementation="reference")
     q = self.q if self.case.shape.queries else self.q[q_tokens]
-    arguments = q, self.k[k_tokens], self.v[k_tokens]
+    arguments = q, self.k[k_tokens], self.v[k_tokens], *self._tables
     expected = jax.jit(functools.partial(with_gradients, few))(wide(self.d_o[q_tokens]), *map(wide, arguments))
-    # Seeds are the same for all rows: with the cotangent of these rows alone, so is their gradient.
+    # Seeds and tables are the same for all rows: with the cotangent of these rows alone, so is their gradient.
     d_o = jnp.zeros_like(self.d_o).at[q_tokens].set(self.d_o[q_tokens])
-    o, d_q, d_k, d_v = jax.jit(self.ours_with_gradients)(self.q, self.k, self.v, d_o, self.schedule)
-    found = o[q_tokens], d_q if self.case.shape.queries else d_q[q_tokens], d_k[k_tokens], d_v[k_tokens]
+    o, d_q, d_k, d_v, *d_tables = jax.jit(self.ours_with_gradients)(self.q, self.k, self.v, d_o, self.schedule)
+    found = o[q_tokens], d_q if self.case.shape.queries else d_q[q_tokens], d_k[k_tokens], d_v[k_tokens], *d_tables
     worst = 0.0
-    for which, a, b in zip(("o", "dq", "dk", "dv"), found, expected, strict=True):
+    for which, a, b in zip(("o", "dq", "dk", "dv", "d_position", "d_time")[: len(found)], found, expected, strict=True):
       a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
       error = np.linalg.norm(a - b) / np.linalg.norm(b)
       if not error <= _ERROR_LIMIT:
@@ -194,7 +203,12 @@ class Problem:
 
   def _make_schedule(self, q_offsets, k_offsets):
     tokens = dict(num_queries=len(self.d_o), num_keys=len(self.k))
-    return jagged.make_schedule(q_offsets, k_offsets, **tokens, **self.masks)
+    return jagged.make_schedule(q_offsets, None if self._is_self else k_offsets, **tokens, **self.masks)
+
+  @property
+  def _is_self(self) -> bool:
+    """Whether queries and keys are the same tokens."""
+    return self.case.shape.keys is None and self.case.shape.queries is None
 
   def _baseline(self, name: str) -> tuple[Callable, tuple]:
     """(function of q, k, v and the cotangent, its arguments)."""

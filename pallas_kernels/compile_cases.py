@@ -241,8 +241,8 @@ def _jagged_bias() -> dict[str, Case]:
     operands = tokens, keys, keys, tokens, *([sums] * 2 if form.is_softmax else [None] * 2)
     calls = dict(
       forward=lambda *a, form=form: forward_hopper.forward(*a[:3], a[6], form, a[7], num_sms=_NUM_SMS),
-      query_gradient=lambda *a, form=form: backward_hopper.query_gradient(*a[:7], None, a[7], form, num_sms=_NUM_SMS),
-      key_gradients=lambda *a, form=form: backward_hopper.key_gradients(*a[:7], None, a[7], form, num_sms=_NUM_SMS),
+      query_gradient=lambda *a, form=form: backward_hopper.query_gradient(*a[:7], (), a[7], form, num_sms=_NUM_SMS),
+      key_gradients=lambda *a, form=form: backward_hopper.key_gradients(*a[:7], (), a[7], form, num_sms=_NUM_SMS),
       table_gradients=lambda *a, form=form: bias_hopper.table_gradients(*a, form, num_sms=_NUM_SMS),
     )
     for which, call in calls.items():
@@ -261,11 +261,11 @@ def _jagged_case(kernel, form: Form, operands: tuple, *, turned: bool | None = N
   num_tokens, _, width = operands[0].shape
   rest = kernel in (backward_hopper.query_gradient, backward_hopper.key_gradients)
 
-  def call(operands, tiles, *turn_TK):
-    return kernel(*operands, tiles, *turn_TK, *[None] * rest, form, num_sms=_NUM_SMS)
+  def call(operands, tiles, *turn):
+    return kernel(*operands, tiles, *turn, *[None] * rest, form, num_sms=_NUM_SMS)
 
-  turn_TK = {None: (), False: (None,), True: (_array(num_tokens, width, dtype=jnp.float32),)}[turned]
-  return Case(call, (operands, _tile_list(), *turn_TK), spill_bytes=spill_bytes)
+  turn = {None: (), False: ((),), True: ((_array(num_tokens, width // 2, dtype=jnp.float32),) * 2,)}[turned]
+  return Case(call, (operands, _tile_list(), *turn), spill_bytes=spill_bytes)
 
 
 def _hidden_case(shape: FfnShape) -> Case:

@@ -3,7 +3,6 @@
 Dimension key: T query tokens, S key tokens, B rows, H query heads, G key heads, K head width.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -58,7 +57,7 @@ def make_schedule(
 
   Args:
     q_offsets: as of the calls; with broadcast_q of L queries, jnp.arange(B + 1, dtype=jnp.int32) * L.
-    k_offsets: of the keys; None: those of the queries.
+    k_offsets: of the keys; None: those of the queries, and only then do kernels for blocks of 64 tokens serve.
     num_queries: T of the calls; with broadcast_q B * L.
     num_keys: S of the calls; None: num_queries.
     causal: as of the calls, and so are the next three.
@@ -138,12 +137,14 @@ def attention(
   q_THK, k_SGK, v_SGK = (jnp.asarray(a) for a in (q_THK, k_SGK, v_SGK))
   _check_tokens(q_THK, k_SGK, v_SGK)
   mask = _mask(causal, window, block, num_targets)
-  form = _form(activation, pre_scale, post_scale, *q_THK.shape[1:])
   # No GPU has run the kernels of blocks, of rotary embeddings and of a bias yet: they have to be asked for.
   asked = implementation is not None
-  same_tokens, turn_values = asked and k_offsets is None, rotary is not None and rotary.values
-  form = dataclasses.replace(
-    form, mask=mask, broadcast_q=bool(broadcast_q), same_tokens=same_tokens, turn_values=turn_values
+  form = Form(
+    **_scores(activation, pre_scale, post_scale, *q_THK.shape[1:]),
+    mask=mask,
+    broadcast_q=bool(broadcast_q),
+    own_blocks=asked and k_offsets is None,
+    turn_values=rotary is not None and rotary.values,
   )
   of_same_tokens = dict(num_targets=num_targets, bias=bias, rotary=rotary)
   q_offsets, k_offsets = _offsets(q_offsets, k_offsets, len(q_THK), len(k_SGK), broadcast_q, of_same_tokens)
@@ -155,10 +156,16 @@ def attention(
     bias.check(_OP, len(q_THK))
   if rotary is not None:
     rotary = jax.tree.map(lambda a: lax.stop_gradient(jnp.asarray(a)), rotary)
-    rotary.check(_OP, len(q_THK), q_THK.shape[2])
-  unsupported = lambda: _kernels().unsupported(q_THK.dtype, q_THK.shape[2])
-  if not asked and (bias is not None or rotary is not None):
-    implementation = "reference"
+    rotary.check(_OP, len(q_THK), len(k_SGK), q_THK.shape[2])
+    rotary = rotary.until(q_offsets[-1])
+  has_untested = not asked and (bias is not None or rotary is not None)
+  places = 0 if bias is None else len(bias.position)
+
+  def unsupported() -> str | None:
+    if has_untested:
+      return "no GPU has run the kernels of a bias and of rotary embeddings yet; ask for implementation='hopper'"
+    return _kernels().unsupported(q_THK.dtype, q_THK.shape[2], places)
+
   chosen = dispatch.choose(_OP, implementation, unsupported)
   tokens = q_THK, k_SGK, v_SGK, bias, rotary
   return _attention(form, chosen, _Arguments(*tokens, q_offsets, k_offsets, history_B, schedule))
@@ -191,8 +198,8 @@ def _mask(causal, window, block, num_targets) -> Mask:
   return Mask(causal=bool(causal), **limits, targets=num_targets is not None)
 
 
-def _form(activation, pre_scale, post_scale, heads, width) -> Form:
-  """Without a mask."""
+def _scores(activation, pre_scale, post_scale, heads, width) -> dict:
+  """What a `Form` says of scores and weights."""
   names = (activation,) if isinstance(activation, str) else tuple(activation)
   allowed = (SOFTMAX, *ACTIVATIONS)
   if unknown := [name for name in names if name not in allowed]:
@@ -211,7 +218,7 @@ def _form(activation, pre_scale, post_scale, heads, width) -> Form:
       raise TypeError(f"{_OP}: {name} must be a Python number, got {scale!r}; scale q or v for one that is traced")
     if not math.isfinite(scale):
       raise ValueError(f"{_OP}: {name}={scale} must be finite")
-  return Form(activations=names, pre_scale=float(pre_scale), post_scale=float(post_scale))
+  return dict(activations=names, pre_scale=float(pre_scale), post_scale=float(post_scale))
 
 
 def _offsets(q_offsets, k_offsets, num_q, num_k, broadcast_q, of_same_tokens: dict) -> tuple[jax.Array, jax.Array]:
@@ -291,7 +298,7 @@ def _with_sums(form: Form, implementation: str, a: _Arguments) -> tuple[jax.Arra
   q_THK, schedule = _for_every_row(form, a), a.schedule
   if schedule is None:
     sizes, offsets = (len(q_THK), len(a.k_SGK)), (a.q_offsets, a.k_offsets)
-    schedule = schedules.make(*offsets, a.history_B, form.mask, *sizes, same_tokens=form.same_tokens)
+    schedule = schedules.make(*offsets, a.history_B, form.mask, *sizes, same_tokens=form.own_blocks)
   arrays = q_THK, a.k_SGK, a.v_SGK, _bias(a)
   o_THK, lse_HT = _kernels().forward(*arrays, schedule, form, interpret=implementation == "interpret")
   return o_THK, lse_HT, schedule
@@ -317,7 +324,7 @@ def _turned(form: Form, a: _Arguments) -> _Arguments:
 def _forward(form, implementation, arguments):
   arguments = _turned(form, arguments)
   o_THK, lse_HT, schedule = _with_sums(form, implementation, arguments)
-  return o_THK, (arguments, schedule, o_THK if form.is_softmax else None, lse_HT)
+  return o_THK, (arguments, schedule, None if lse_HT is None else o_THK, lse_HT)
 
 
 def _backward(form, implementation, kept, d_o_THK):

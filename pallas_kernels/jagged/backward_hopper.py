@@ -42,15 +42,15 @@ def query_gradient(
   lse_HT,
   delta_HT,
   tiles: TileList,
-  turn_TK,
+  turn,
   bias,
   form: Form,
   *,
   num_sms=None,
   interpret=False,
 ) -> jax.Array:
-  """d_q_THK, zeros for tokens in no row; lse and delta are None without softmax, turn without a rotary embedding."""
-  sums, turn = _given(lse_HT, delta_HT), _given(turn_TK)
+  """d_q_THK, zeros for tokens in no row; lse and delta are None without softmax, turn is empty without `Rotary`."""
+  sums = _given(lse_HT, delta_HT)
   arrays = _Arrays((q_THK, d_o_THK), (k_SGK, v_SGK), item_sums=sums, turn=turn, bias=bias)
   return _launch("jagged_query_gradient", _query_kernel, (q_THK,), arrays, tiles, form, num_sms, interpret)[0]
 
@@ -64,15 +64,15 @@ def key_gradients(
   lse_HT,
   delta_HT,
   tiles: TileList,
-  turn_TK,
+  turn,
   bias,
   form: Form,
   *,
   num_sms=None,
   interpret=False,
 ) -> tuple[jax.Array, jax.Array]:
-  """(d_k_SGK, d_v_SGK), zeros for tokens in no row; None as for `query_gradient`."""
-  sums, turn = _given(lse_HT, delta_HT), _given(turn_TK)
+  """(d_k_SGK, d_v_SGK), zeros for tokens in no row; None and empty as for `query_gradient`."""
+  sums = _given(lse_HT, delta_HT)
   arrays = _Arrays((k_SGK, v_SGK), (q_THK, d_o_THK), step_sums=sums, turn=turn, bias=bias)
   return _launch("jagged_key_gradients", _key_kernel, (k_SGK, v_SGK), arrays, tiles, form, num_sms, interpret)
 
@@ -89,7 +89,7 @@ class _Arrays(NamedTuple):
   item_sums: tuple = ()  # [heads, tokens], f32
   step_sums: tuple = ()
   # Read from memory alone.
-  turn: tuple = ()  # [tokens, K], f32: `Rotary.table`
+  turn: tuple = ()  # [tokens, K / 2], f32: those of `Rotary`
   bias: Bias | None = None
 
 
@@ -132,7 +132,7 @@ def _launch(name, kernel, results, arrays: _Arrays, tiles: TileList, form: Form,
       tuple(map(pad, arrays.of_steps)),
       tuple(map(pad_sums, arrays.item_sums)),
       tuple(map(pad_sums, arrays.step_sums)),
-      tuple(jnp.pad(a_TK, ((0, reach), (0, 0))) for a_TK in arrays.turn),
+      tuple(jnp.pad(a_TP, ((0, reach), (0, 0))) for a_TP in arrays.turn),
       arrays.bias,
     ),
     *tiles,

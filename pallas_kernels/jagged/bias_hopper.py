@@ -73,6 +73,13 @@ class Bias(NamedTuple):
     )
 
 
+def most_places(width: int) -> int:
+  """Of a table of positions whose gradient has room in shared memory."""
+  operands, others = 6 * rows.ROWS * width * 2, 4 * (_BUCKETS * mosaic.LANES + rows.ROWS * _STAGING + 2 * rows.ROWS)
+  alignment = 8 * 1024  # of as many buffers
+  return (mosaic.SMEM_BYTES - operands - others - alignment) // (4 * mosaic.LANES) * mosaic.LANES
+
+
 def add_to(bias: Bias | None, *tile, queries: int, interpret: bool):
   """`adder` without the buckets; None where there is no bias."""
   if bias is None:
@@ -144,7 +151,7 @@ def _add(bias: Bias, s, unit: float, own, own_position, other, other_position, q
   def text(size: int) -> str:
     """A logarithm says which bucket it nearly is, and the table whether it is the one above or below."""
     return (
-      "{.reg .pred p; .reg .f32 f, g; .reg .b32 d, l; .reg .b64 a; abs.s32 d, $3; max.s32 l, d, 1;"
+      "{.reg .pred p; .reg .f32 f, g; .reg .b32 d, l; .reg .b64 a; abs.s32 d, $3; max.s32 d, d, 0; max.s32 l, d, 1;"
       f"cvt.rn.f32.s32 f, l; lg2.approx.f32 f, f; mul.f32 f, f, {ptx.f32_bits(_BUCKETS_OF_A_DOUBLING)};"
       "cvt.rzi.s32.f32 $1, f; mad.wide.s32 a, $1, 4, $7;"
       "ld.global.nc.b32 l, [a+4]; setp.gt.s32 p, d, l; @p add.s32 $1, $1, 1;"
@@ -196,8 +203,6 @@ def table_gradients(
   sums = () if lse_HT is None else (lse_HT, delta_HT)
   pad_sums = lambda a_HT: jnp.pad(a_HT, ((0, 0), (0, -a_HT.shape[1] % schedule.ALIGNMENT + reach)))
   operand = functools.partial(plgpu.SMEM, dtype=dtype, transforms=mosaic.operand_transforms(width))
-  needed = 6 * rows.ROWS * width * 2 + 4 * (places + _BUCKETS * mosaic.LANES + rows.ROWS * _STAGING + 2 * rows.ROWS)
-  mosaic.check_smem(f"jagged.attention, bias.position of {len(bias.position)}, K={width}", needed + 1024)
   d_position, d_time = mosaic.kernel(
     functools.partial(_kernel, form=form, num_sms=num_sms, interpret=interpret),
     out_type=(

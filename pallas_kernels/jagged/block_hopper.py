@@ -31,8 +31,7 @@ from pallas_kernels.jagged.form import Form
 from pallas_kernels.jagged.schedule import BLOCK, Field, TileList
 
 _WARPGROUPS = 3  # that compute
-_MOST_SLOTS = 3  # of one of them: items on their way
-_SMEM_FOR_SLOTS = 196 * 1024
+_SMEM_BESIDE_SLOTS = 8 * 1024  # entries, numbers and barriers
 
 
 @functools.partial(jax.jit, static_argnames=("form", "num_sms", "interpret"))
@@ -52,10 +51,10 @@ def forward(
 
 @functools.partial(jax.jit, static_argnames=("form", "num_sms", "interpret"))
 def backward(
-  q_THK, k_THK, v_THK, d_o_THK, blocks: TileList, turn_TK, form: Form, *, num_sms=None, interpret: bool = False
+  q_THK, k_THK, v_THK, d_o_THK, blocks: TileList, turn: tuple, form: Form, *, num_sms=None, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """(d_q_THK, d_k_THK, d_v_THK), zeros for tokens in no row; turn_TK is None, or `Rotary.table`."""
-  operands, turn = (q_THK, k_THK, v_THK, d_o_THK), () if turn_TK is None else (turn_TK,)
+  """(d_q_THK, d_k_THK, d_v_THK), zeros for tokens in no row; turn is empty, or what `Rotary` holds."""
+  operands = q_THK, k_THK, v_THK, d_o_THK
   return _launch("jagged_block_gradients", _differentiate, operands, 3, blocks, form, num_sms, interpret, turn)
 
 
@@ -65,7 +64,8 @@ def _launch(name, compute, operands, num_results, blocks: TileList, form: Form, 
   _, _, width = operands[0].shape
   piece = mosaic.swizzle_bytes(width) // 2
   bytes_of_item = len(operands) * BLOCK * width * 2
-  slots = _WARPGROUPS * min(_SMEM_FOR_SLOTS // (_WARPGROUPS * bytes_of_item), _MOST_SLOTS)
+  # Items on their way: as many for each warpgroup as fit.
+  slots = _WARPGROUPS * ((mosaic.SMEM_BYTES - _SMEM_BESIDE_SLOTS) // (_WARPGROUPS * bytes_of_item))
   slots_of_piece = mosaic.rows_operand((slots, BLOCK, piece), operands[0].dtype, interpret=interpret)
   # The interpreter's copies must not reach past the end of an array; on the GPU what lies there is read as zeros.
   pad = lambda a: jnp.pad(a, ((0, BLOCK * interpret), *((0, 0) for _ in a.shape[1:])))
@@ -98,7 +98,7 @@ def _kernel(
   items = common.Items(counts_ref[0], out_refs[0].shape[1], sm, num_sms)
 
   def load():
-    plgpu.set_max_registers(24, action="decrease")
+    plgpu.set_max_registers(32, action="decrease")
 
     def load_item(n, _):
       (entry, head), slot = items[n], lax.rem(n, slots)
@@ -114,7 +114,7 @@ def _kernel(
     common.wait_for_last(items.number, slots, free)
 
   def compute_items():
-    plgpu.set_max_registers(152, action="increase")
+    plgpu.set_max_registers(160, action="increase")
 
     def compute_item(own, _):
       n = own * _WARPGROUPS + wg

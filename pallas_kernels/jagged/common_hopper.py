@@ -1,4 +1,4 @@
-"""What the forward and backward kernels of the attention family share: items, their entries, masks, the end of a loop.
+"""What the kernels of the attention family share: items and their entries, masks, scores and weights, ends of loops.
 
 Dimension key: Q queries, C keys.
 """
@@ -117,7 +117,7 @@ def scores(form: Form, products, add_bias) -> jax.Array:
 def weights_and_gradient(
   form: Form, head, products, add_bias, d_p, sums, masked, visible, *, queries: int
 ) -> tuple[jax.Array, jax.Array]:
-  """p, and d_s without the scales that `score_scale` holds; 0 for pairs that are not visible."""
+  """p, and d_s without the scales that `score_scale` holds; 0 for pairs that a masked step does not see."""
   s = scores(form, products, add_bias)
   if form.is_softmax:
     lse, delta = (lax.broadcast_in_dim(x, s.shape, [queries]) for x in sums)

@@ -7,17 +7,15 @@ where scattered additions would come in any order.
 Dimension key: T tokens, B rows, L longest row, D and E features, N tiles of at most R tokens of one row.
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from pallas_kernels import row_offsets
-from pallas_kernels.jagged.geometry import Tiles
+from pallas_kernels.jagged.geometry import Tiles, tile_size
 
-_TILE, _TILES_AT_A_TIME = 64, 64  # of jagged_dense_matmul; bounds the matrices that are copied beside each other
+_TILES_AT_A_TIME = 64  # of jagged_dense_matmul; bounds the matrices that are copied beside each other
 
 
 def jagged_to_dense(
@@ -87,6 +85,8 @@ def dense_to_jagged(x_BLD: jax.Array, offsets: jax.Array, num_tokens: int) -> ja
 def jagged_softmax(x_TD: jax.Array, offsets: jax.Array) -> jax.Array:
   """Softmax over the tokens of each row, for every feature alone; in float32, rounded to the dtype of x.
 
+  Reverse-mode derivatives are offered.
+
   Args:
     x_TD: floating [T, ...].
     offsets: int32[B + 1], from 0, never decreasing; checked when concrete.
@@ -150,6 +150,8 @@ def _row_sums(x_TD: jax.Array, offsets: jax.Array) -> jax.Array:
 def jagged_dense_matmul(x_TD: jax.Array, w_BDE: jax.Array, offsets: jax.Array) -> jax.Array:
   """y[t] = x[t] @ w[row of t]: a product with a matrix of each row's own, summed in float32.
 
+  Reverse-mode derivatives are offered.
+
   Args:
     x_TD: floating [T, D].
     w_BDE: of the same dtype.
@@ -173,19 +175,23 @@ def jagged_dense_matmul(x_TD: jax.Array, w_BDE: jax.Array, offsets: jax.Array) -
 
 @jax.custom_vjp
 def _matmul(x_TD: jax.Array, w_BDE: jax.Array, offsets: jax.Array) -> jax.Array:
-  tiles, tokens_of = _tiles(offsets, len(x_TD))
   if w_BDE.size == 0 or x_TD.size == 0:
     return jnp.zeros((len(x_TD), w_BDE.shape[2]), x_TD.dtype)
+  tile = tile_size(len(x_TD), len(w_BDE))
+  tiles = Tiles.of(jnp.diff(offsets), len(x_TD), tile)
 
   def multiply(n):
-    x_RD = x_TD.at[tokens_of(n)].get(mode="fill", fill_value=0)
-    return _einsum("rd,de->re", x_RD, w_BDE[tiles.row[n]]).astype(x_TD.dtype)
+    row = tiles.row[n]
+    token_R = offsets[row] + tiles.block[n] * tile + jnp.arange(tile, dtype=jnp.int32)
+    token_R = jnp.where((token_R < offsets[row + 1]) & (n < tiles.number), token_R, len(x_TD))
+    x_RD = x_TD.at[token_R].get(mode="fill", fill_value=0)
+    return _einsum("rd,de->re", x_RD, w_BDE[row]).astype(x_TD.dtype)
 
   y_NRE = lax.map(multiply, jnp.arange(len(tiles.row)), batch_size=_TILES_AT_A_TIME)
   row_T, position_T = _places(offsets, len(x_TD))
-  first_B = jnp.searchsorted(tiles.row[: len(tiles.row)], jnp.arange(len(w_BDE)), side="left")
-  tile_T = jnp.append(first_B, len(tiles.row))[row_T] + position_T // _TILE
-  return y_NRE.at[tile_T, position_T % _TILE].get(mode="fill", fill_value=0)
+  first_B = jnp.searchsorted(tiles.row, jnp.arange(len(w_BDE)), side="left")
+  tile_T = jnp.append(first_B, len(tiles.row))[row_T] + position_T // tile
+  return y_NRE.at[tile_T, position_T % tile].get(mode="fill", fill_value=0)
 
 
 def _matmul_forward(x_TD, w_BDE, offsets):
@@ -194,32 +200,27 @@ def _matmul_forward(x_TD, w_BDE, offsets):
 
 def _matmul_backward(kept, d_y_TE):
   x_TD, w_BDE, offsets = kept
-  tiles, tokens_of = _tiles(offsets, len(x_TD))
+  tile = tile_size(len(x_TD), len(w_BDE))
+  d_w_BDE = jnp.zeros_like(w_BDE, jnp.promote_types(w_BDE.dtype, jnp.float32))
 
   def add(n, d_w_BDE):
-    x_RD, d_y_RE = (a.at[tokens_of(n)].get(mode="fill", fill_value=0) for a in (x_TD, d_y_TE))
-    return d_w_BDE.at[tiles.row[n]].add(_einsum("rd,re->de", x_RD, d_y_RE))
+    """What tile n of each row adds: rows are independent, and so their sums have an order."""
 
-  # One tile after another: several of a row at once would be added in any order.
-  d_w_BDE = jnp.zeros_like(w_BDE, jnp.promote_types(w_BDE.dtype, jnp.float32))
-  d_w_BDE = lax.fori_loop(0, tiles.number, add, d_w_BDE) if w_BDE.size and x_TD.size else d_w_BDE
+    def of_row(b):
+      token_R = offsets[b] + n * tile + jnp.arange(tile, dtype=jnp.int32)
+      token_R = jnp.where(token_R < offsets[b + 1], token_R, len(x_TD))
+      x_RD, d_y_RE = (a.at[token_R].get(mode="fill", fill_value=0) for a in (x_TD, d_y_TE))
+      return _einsum("rd,re->de", x_RD, d_y_RE)
+
+    return d_w_BDE + lax.map(of_row, jnp.arange(len(w_BDE)), batch_size=_TILES_AT_A_TIME)
+
+  if w_BDE.size and x_TD.size:
+    d_w_BDE = lax.fori_loop(0, (jnp.max(jnp.diff(offsets)) + tile - 1) // tile, add, d_w_BDE)
   d_x_TD = _matmul(d_y_TE, w_BDE.swapaxes(1, 2), offsets)
   return d_x_TD, d_w_BDE.astype(w_BDE.dtype), np.zeros(offsets.shape, jax.dtypes.float0)
 
 
 _matmul.defvjp(_matmul_forward, _matmul_backward)
-
-
-def _tiles(offsets: jax.Array, num_tokens: int) -> tuple[Tiles, Callable[[jax.Array], jax.Array]]:
-  """All tiles, and n -> i32[R], the tokens of tile n; past the end of the array where its row has no more."""
-  tiles = Tiles.of(jnp.diff(offsets), num_tokens, _TILE)
-
-  def tokens_of(n):
-    row, first = tiles.row[n], tiles.block[n] * _TILE
-    token_R = offsets[row] + first + jnp.arange(_TILE, dtype=jnp.int32)
-    return jnp.where((token_R < offsets[row + 1]) & (n < tiles.number), token_R, num_tokens)
-
-  return tiles, tokens_of
 
 
 def _einsum(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:

@@ -14,7 +14,6 @@ from pallas_kernels.jagged.activations import ACTIVATIONS
 from pallas_kernels.jagged.geometry import Mask
 
 SOFTMAX = "softmax"
-_EVERYTHING = Mask()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,9 +23,9 @@ class Form:
   activations: tuple[str, ...]  # one for all heads, or one for each
   pre_scale: float
   post_scale: float
-  mask: Mask = _EVERYTHING
+  mask: Mask
   broadcast_q: bool = False  # the same queries for every row
-  same_tokens: bool = False  # queries and keys are the same tokens
+  own_blocks: bool = False  # the kernels of block attention may serve
   turn_values: bool = False  # by the rotary embedding, as it turns q and k
 
   @property

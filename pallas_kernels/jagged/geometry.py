@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+_SMALLEST_TILE, _LARGEST_TILE = 16, 128  # of plain jnp
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mask:
@@ -97,6 +99,15 @@ class Mask:
       block_end = (last // self.block + 1) * self.block
       end = block_end if end is None else jnp.minimum(end, block_end)
     return begin, end
+
+
+def tile_size(num_tokens: int, num_rows: int) -> int:
+  """Near the mean length of a row: a row takes at least a tile."""
+  mean = num_tokens / max(num_rows, 1)
+  size = _SMALLEST_TILE
+  while size < min(mean, _LARGEST_TILE):
+    size *= 2
+  return size
 
 
 class Tiles(NamedTuple):

@@ -23,8 +23,6 @@ from pallas_kernels.jagged.bias import RelativeBias
 from pallas_kernels.jagged.form import Form
 from pallas_kernels.jagged.rotary import Rotary
 
-_SMALLEST_TILE, _LARGEST_TILE = 16, 128
-
 
 class Gradients(NamedTuple):
   """Of everything that is differentiable."""
@@ -137,7 +135,7 @@ def backward(
   d_k_SGK, d_v_SGK = (d_SGK[: len(k_SGK)] for d_SGK in (d_k_SGK, d_v_SGK))
   if rotary is not None:
     d_q_THK, d_k_SGK = rotary.turned_back(d_q_THK), rotary.turned_back(d_k_SGK)
-    d_v_SGK = rotary.turned_back(d_v_SGK) if rotary.values else d_v_SGK
+    d_v_SGK = rotary.turned_back(d_v_SGK) if form.turn_values else d_v_SGK
   found = (d.astype(q_THK.dtype) for d in (d_q_THK, d_k_SGK, d_v_SGK))
   return Gradients(*found, *(d_tables or (None, None)))
 
@@ -151,7 +149,7 @@ class _Call:
       q_THK = jnp.tile(q_THK, (num_rows, 1, 1))
     self.shape, self.bias, self.form, self.history_B = q_THK.shape, bias, form, history_B
     self.q_offsets, self.k_offsets = q_offsets, k_offsets
-    self.q_tile, self.k_tile = _tile_size(len(q_THK), num_rows), _tile_size(len(k_SGK), num_rows)
+    self.q_tile, self.k_tile = geometry.tile_size(len(q_THK), num_rows), geometry.tile_size(len(k_SGK), num_rows)
     self._groups = k_SGK.shape[1]
     self.q_TGRK = self.of_queries(q_THK)
     self.k_SGK, self.v_SGK = _padded(k_SGK, self.k_tile), _padded(v_SGK, self.k_tile)
@@ -230,15 +228,6 @@ class _QueryTile(_Run):
     places = call.bias.places(self.position, keys.position, *times)
     bias_QC = jnp.where(visible_QC, call.bias.at(*places), 0)
     return s_GRQC + bias_QC[None, None].astype(s_GRQC.dtype), visible_QC, places
-
-
-def _tile_size(num_tokens: int, num_rows: int) -> int:
-  """Near the mean length of a row: a row takes at least a tile."""
-  mean = num_tokens / max(num_rows, 1)
-  size = _SMALLEST_TILE
-  while size < min(mean, _LARGEST_TILE):
-    size *= 2
-  return size
 
 
 def _padded(a_T: jax.Array, tile: int) -> jax.Array:

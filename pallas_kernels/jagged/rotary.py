@@ -27,8 +27,10 @@ class Rotary:
   sin_TP: jax.Array
   values: bool = dataclasses.field(default=False, metadata=dict(static=True))
 
-  def check(self, op: str, num_tokens: int, width: int) -> None:
+  def check(self, op: str, num_tokens: int, num_keys: int, width: int) -> None:
     """Raises for shapes and dtypes that do not fit."""
+    if num_keys != num_tokens:
+      raise ValueError(f"{op}: rotary is for q and k of the same tokens, and q has {num_tokens}, k {num_keys} of them")
     if width % 2:
       raise ValueError(f"{op}: rotary turns pairs of features, and the heads have K={width}; pad q, k and v")
     for name, a_TP in (("cos_TP", self.cos_TP), ("sin_TP", self.sin_TP)):
@@ -38,6 +40,11 @@ class Rotary:
           f" features, got {a_TP.dtype}{a_TP.shape}"
         )
 
+  def until(self, end) -> "Rotary":
+    """Does not turn the tokens from `end` on, whose angles may be anything."""
+    inside_T1 = (jnp.arange(len(self.cos_TP)) < end)[:, None]
+    return Rotary(jnp.where(inside_T1, self.cos_TP, 1), jnp.where(inside_T1, self.sin_TP, 0), self.values)
+
   def turned(self, x_THK: jax.Array) -> jax.Array:
     """In float32, rounded to the dtype of x."""
     return _turned(x_THK, self.cos_TP, self.sin_TP)
@@ -45,10 +52,6 @@ class Rotary:
   def turned_back(self, x_THK: jax.Array) -> jax.Array:
     """The inverse of `turned`, and its transpose."""
     return _turned(x_THK, self.cos_TP, -self.sin_TP)
-
-  def table(self) -> jax.Array:
-    """f32[T, K]: cosine and sine of each pair, side by side as the pair is."""
-    return jnp.stack([self.cos_TP, self.sin_TP], axis=-1).reshape(len(self.cos_TP), -1)
 
 
 def _turned(x_THK: jax.Array, cos_TP: jax.Array, sin_TP: jax.Array) -> jax.Array:

@@ -55,46 +55,50 @@ def store(values_QK: jax.Array, out_ref, head, token, begin, end, *, first_colum
 
 
 def turned_back(values_QK: jax.Array, turn_refs: tuple, token, end, *, first_column: int = 0, interpret: bool):
-  """Values of the tokens t = token + q < end, their pairs of features turned back by `Rotary.table` in turn_refs.
+  """Values of the tokens t = token + q < end, their pairs of features turned back; turn_refs are those of a `Rotary`.
 
-  Without a table they stay as they are. The first of them is feature `first_column` of a head.
+  Without them they stay as they are. The first of them is feature `first_column` of a head.
   """
   if not turn_refs:
     return values_QK
-  (table_ref,) = turn_refs
   if interpret:
-    turn_QK = table_ref[pl.ds(token, ROWS), pl.ds(first_column, values_QK.shape[1])]
-    cos_QP, sin_QP, x_QP, y_QP = turn_QK[:, 0::2], turn_QK[:, 1::2], values_QK[:, 0::2], values_QK[:, 1::2]
+    own = pl.ds(token, ROWS), pl.ds(first_column // 2, values_QK.shape[1] // 2)
+    (cos_QP, sin_QP), (x_QP, y_QP) = (ref[own] for ref in turn_refs), (values_QK[:, 0::2], values_QK[:, 1::2])
     pairs_QP2 = jnp.stack([x_QP * cos_QP + y_QP * sin_QP, y_QP * cos_QP - x_QP * sin_QP], axis=-1)
     return pairs_QP2.reshape(values_QK.shape)
 
   values_type = plgpu.ShapeDtypeStruct(values_QK.shape, jnp.float32, layout=_WGMMA)
 
-  @plgpu.inline_mgpu(arg_types=(_WGMMA, plgpu.RefType(), _SPLAT, _SPLAT), return_type=values_type)
-  def run(ctx, values, table, token, end):
+  @plgpu.inline_mgpu(arg_types=(_WGMMA, plgpu.RefType(), plgpu.RefType(), _SPLAT, _SPLAT), return_type=values_type)
+  def run(ctx, values, cos, sin, token, end):
     del ctx
-    width = ir.MemRefType(table.type).shape[1]
+    pairs = ir.MemRefType(cos.type).shape[1]
     registers, (quad, row) = values.registers.reshape(-1, 2), ptx.quad_and_row()
     token, end = map(ptx.scalar, (token, end))
     turned = np.empty_like(registers)
     for half in range(2):
       t = arith.addi(token, arith.addi(row, ptx.const(_OTHER_ROW * half)))
       inside = arith.cmpi(arith.CmpIPredicate.ult, t, end)
-      own = ptx.offset(ptx.offset(ptx.global_address(table), t, 4 * width), quad, 8)
+      own = [ptx.offset(ptx.offset(ptx.global_address(ref), t, 4 * pairs), quad, 4) for ref in (cos, sin)]
       for j, pair in enumerate(registers[:, half]):
-        turned[j, half] = _turned_back(pair, own, inside, 4 * (first_column + j * _GROUP))
+        turned[j, half] = _turned_back(pair, own, inside, 2 * (first_column + j * _GROUP))
     return mgpu.FragmentedArray(
       _registers=turned.reshape(values.registers.shape), _layout=values.layout, _is_signed=None
     )
 
-  return run(values_QK, table_ref, token, end)
+  return run(values_QK, *turn_refs, token, end)
 
 
-def _turned_back(pair: ir.Value, address: ir.Value, inside: ir.Value, offset: int) -> ir.Value:
+def _turned_back(pair: ir.Value, addresses: list[ir.Value], inside: ir.Value, offset: int) -> ir.Value:
   """Two neighbouring features of a token; unturned where it is not inside."""
-  text = f"mov.f32 $0, 0f3F800000; mov.f32 $1, 0f00000000; @$3 ld.global.nc.v2.f32 {{$0, $1}}, [$2+{offset}];"
   # Not pure, else the compiler asks for all angles at once, and has no registers for them.
-  cos, sin = ptx.asm((ptx.f32(), ptx.f32()), [address, inside], text, "=&f,=&f,l,b")
+  load = lambda address, default: ptx.asm(
+    (ptx.f32(),),
+    [address, inside],
+    f"mov.f32 $0, {ptx.f32_bits(default)}; @$2 ld.global.nc.f32 $0, [$1+{offset}];",
+    "=&f,l,b",
+  )
+  cos, sin = map(load, addresses, (1.0, 0.0))
   x, y = ptx.element(pair, 0), ptx.element(pair, 1)
   first = arith.addf(arith.mulf(x, cos), arith.mulf(y, sin))
   second = arith.subf(arith.mulf(y, cos), arith.mulf(x, sin))

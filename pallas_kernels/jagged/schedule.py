@@ -3,7 +3,8 @@
 Made on the device, from offsets alone, so that one schedule serves all layers of a model and the backward pass. Tiles
 that read most come first; `nth` deals them out to SMs in a zigzag, which evens out their sums.
 
-TMA copies start at a multiple of 8 tokens, so a row's first tile begins up to 7 tokens before the row.
+Copies into tiles start at a multiple of 8 tokens, so a row's first tile begins up to 7 tokens before the row. Blocks of
+block attention begin where they are, and all take the same time.
 
 Dimension key: B rows, N tiles.
 """
@@ -67,7 +68,8 @@ class Schedule:
 
   def imbalance(self, heads: int, num_sms: int) -> jax.Array:
     """f32[], predicted: steps of the SM that has most of them in the forward pass, over the mean; 1 is even."""
-    steps_N, number = self.forward.tiles_NF[:, Field.STEPS], self.forward.counts[0]
+    tiles_NF, (number, _) = self.forward if self.blocks is None else self.blocks
+    steps_N = tiles_NF[:, Field.STEPS]
     place = jnp.arange(len(steps_N) * heads)
     turn, sm = place // num_sms, place % num_sms
     steps = jnp.where(place < number * heads, steps_N[place // heads], 0)
@@ -102,7 +104,8 @@ def _block_list(offsets, num_tokens: int) -> TileList:
   """Blocks in the order of their tokens: all take the same time, and neighbours in memory are read together."""
   tiles = Tiles.of(jnp.diff(offsets), num_tokens, BLOCK)
   of_row = lambda values_B: jnp.append(values_B, 0)[tiles.row]
-  fields = {Field.TOKEN: of_row(offsets[:-1]) + tiles.block * BLOCK, Field.END: of_row(offsets[1:])}
+  token = of_row(offsets[:-1]) + tiles.block * BLOCK
+  fields = {Field.TOKEN: token, Field.END: of_row(offsets[1:]), Field.STEPS: jnp.ones_like(token)}
   return TileList(_entries(fields), jnp.stack([tiles.number, offsets[-1]]))
 
 

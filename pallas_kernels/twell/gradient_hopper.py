@@ -160,7 +160,7 @@ def _weight_gradients(x_MD, d_y_MD, entries: Entries, bounds, interpret: bool) -
 def segment_sums(
   x_MD, d_y_MD, entries: Entries, lists_N3, *, num_rows: int, interpret: bool = False
 ) -> tuple[jax.Array, ...]:
-  """f32[num_rows, D] of each factor; a segment is (first entry, number of entries, row), and one of none writes none."""
+  """f32[num_rows, D] of each factor; segments are (first entry, number of entries, row), those of none write none."""
   width, gradients_of = x_MD.shape[1], 2 + (entries.of_gate is not None)
   team = rows.Team(width, rows.WARPS)
 

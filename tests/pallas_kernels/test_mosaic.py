@@ -70,6 +70,55 @@ class TestMma:
     np.testing.assert_allclose(y_MN, expected(*operands()), rtol=1e-6, atol=1e-4)  # float32 sums in another order
 
 
+def rows_times_identity(x_TK, first: int, *, interpret: bool = False):
+  """64 rows from `first` on, as wgmma sees what a copy to any row brought."""
+  rows, width = 64, 64
+
+  def body(x_ref, identity_ref, out_ref, x_smem, identity_smem, barrier):
+    rows_smem, tiles_smem = mosaic.views(x_smem, interpret=interpret)
+    plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(first, rows)], rows_smem, barrier)
+    plgpu.copy_gmem_to_smem(identity_ref, identity_smem, barrier)
+    plgpu.barrier_wait(barrier)
+
+    def multiply(acc):
+      plgpu.wgmma(acc, tiles_smem, identity_smem)
+      return acc[...]
+
+    out_ref[...] = pl.run_scoped(multiply, plgpu.ACC((rows, width), jnp.float32))
+
+  return mosaic.kernel(
+    body,
+    out_type=jax.ShapeDtypeStruct((rows, width), jnp.float32),
+    interpret=interpret,
+    scratch_types=[
+      mosaic.rows_operand((rows, width), x_TK.dtype, interpret=interpret),
+      plgpu.SMEM((width, width), x_TK.dtype, transforms=mosaic.operand_transforms()),
+      plgpu.Barrier(num_arrivals=2),
+    ],
+    kernel_name="rows_times_identity",
+  )(x_TK, jnp.eye(width, dtype=x_TK.dtype))
+
+
+class TestRowsOperand:
+  x_TK = jnp.asarray(np.random.default_rng(1).normal(size=(100, 64)), jnp.bfloat16)
+
+  @pytest.mark.parametrize("first", [0, 5, 36])
+  def test_products_see_the_rows_that_were_copied(self, run, first):
+    found = run(functools.partial(rows_times_identity, first=first, interpret=True), self.x_TK)
+    np.testing.assert_array_equal(found, self.x_TK[first : first + 64].astype(jnp.float32))
+
+  def test_lowers_for_cuda(self):
+    shape = jax.ShapeDtypeStruct(self.x_TK.shape, self.x_TK.dtype)
+    case = compile_cases.Case(functools.partial(rows_times_identity, first=5), (shape,))
+    assert len(compile_check.kernel_modules(compile_check.lower(case))) == 1
+
+  @pytest.mark.gpu
+  @pytest.mark.parametrize("first", [0, 5, 36])
+  def test_on_the_gpu(self, hopper, run, first):
+    found = run(jax.jit(functools.partial(rows_times_identity, first=first)), self.x_TK)
+    np.testing.assert_array_equal(found, self.x_TK[first : first + 64].astype(jnp.float32))
+
+
 def test_a_missing_fence_is_reported_as_a_race(monkeypatch):
   monkeypatch.setattr(plgpu, "commit_smem", lambda: None)
   with pytest.raises(AssertionError, match="data race"), mosaic.no_races():

@@ -43,7 +43,11 @@ class Problem:
     q_offsets = None if self.broadcast else jnp.asarray(self.q_offsets)
     k_offsets = None if self.k_offsets is None else jnp.asarray(self.k_offsets)
     if self.angles is not None:
-      cos_and_sin = (jnp.asarray(f(self.angles), jnp.float32) for f in (np.cos, np.sin))
+      behind = np.arange(len(self.angles)) >= self.q_offsets[-1]
+      # What lies behind the last row is never read.
+      cos_and_sin = (
+        jnp.asarray(np.where(behind[:, None], np.nan, f(self.angles)), jnp.float32) for f in (np.cos, np.sin)
+      )
       options["rotary"] = jagged.Rotary(*cos_and_sin, values=self.turn_values)
     return jagged.attention(q, k, v, q_offsets, k_offsets, **(self.options | targets | options), bias=bias)
 
@@ -455,6 +459,12 @@ class TestRefusals:
     self.refused("rotary.cos_TP must be float32[6, 4], an angle for each token and pair", rotary=rotary(a_TP[:5]))
     self.refused("rotary.sin_TP must be float32[6, 4]", rotary=rotary(a_TP, a_TP.astype(np.float16)))
     self.refused("rotary is for queries and keys that are the same", rotary=rotary(a_TP), k_offsets=self.offsets)
+    self.refused(
+      "q and k of the same tokens, and q has 6, k 8 of them",
+      rotary=rotary(a_TP),
+      k_SGK=np.zeros((8, 4, 8), np.float32),
+      v_SGK=np.zeros((8, 4, 8), np.float32),
+    )
     odd = np.ones((6, 4, 7), np.float32)
     odd = dict(q_THK=odd, k_SGK=odd, v_SGK=odd)
     self.refused("rotary turns pairs of features, and the heads have K=7", rotary=rotary(a_TP), **odd)

@@ -55,9 +55,14 @@ def test_a_run_leaves_a_record_and_its_table(tmp_path, rehearsal, capsys):
 def test_a_wrong_result_is_not_timed(rehearsal, monkeypatch):
   monkeypatch.setattr(bench, "device_times", lambda *args, **options: pytest.fail("a wrong kernel was timed"))
   problem = bench_attention.Problem(Case(shape=TINY, options={}), np.random.default_rng(0), "reference")
-  monkeypatch.setattr(problem, "ours", lambda q, k, v, d_o, schedule: 1.1 * v)
+  monkeypatch.setattr(problem, "ours_with_gradients", lambda q, k, v, d_o, schedule: (1.1 * v, q, k, v))
   with pytest.raises(AssertionError, match="case: o is off by"):
     problem.check("case")
+
+
+def test_block_attention_is_timed_with_its_own_kernels():
+  case = Case(shape=TINY, options=dict(block=64))
+  assert bench_attention.Problem(case, np.random.default_rng(0), "reference").schedule.blocks is not None
 
 
 @pytest.mark.parametrize("options", [{}, dict(causal=True), dict(window=3), dict(block=4), dict(causal=True, window=2)])

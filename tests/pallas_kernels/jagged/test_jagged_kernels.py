@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_attention import INSTANCES, LENGTHS, OTHERS, draw, with_gradients
+from test_attention import INSTANCES, LENGTHS, OTHERS, draw, offsets_of, with_gradients
 
 from pallas_kernels import compile_cases, compile_check, jagged, mosaic
+from pallas_kernels.jagged.bias import LAST_BELOW
 
 CASES = {name: case for name, case in compile_cases.cases().items() if name.startswith("jagged_")}
 KINDS = ("o", "q", "k", "v", "position", "time")
@@ -63,7 +64,7 @@ def check(implementation, problem, dtype=jnp.bfloat16):
   problem, (o, gradients) = half(problem, dtype)
   with mosaic.no_races():
     found_o, found = jax.tree.map(np.asarray, with_gradients(problem, implementation=implementation))
-  for name, a, b in zip(KINDS, (found_o, *found), (o, *gradients), strict=False):
+  for name, a, b in zip(KINDS[: 1 + len(gradients)], (found_o, *found), (o, *gradients), strict=True):
     scale = max(1.0, float(np.max(np.abs(b), initial=0)))
     np.testing.assert_allclose(a.astype(np.float64), b, rtol=0, atol=TOLERANCE[dtype] * scale, err_msg=name)
 
@@ -157,6 +158,62 @@ def test_a_schedule_made_before_changes_no_bit(implementation):
   made = jagged.make_schedule(problem.q_offsets, num_queries=len(problem.q), causal=True)
   with_it = with_gradients(problem, implementation=implementation, schedule=made)
   jax.tree.map(np.testing.assert_array_equal, with_it, with_gradients(problem, implementation=implementation))
+
+
+@slow_interpreter
+def test_buckets_of_time_at_their_borders(implementation):
+  """p is the bucket: q is 0, a bucket's entry of the table its number. Forward, and as the keys see it."""
+  last = LAST_BELOW[:72].astype(np.int64)
+  distances = np.unique(np.concatenate([[0, 1, 2**31 - 1], last[1:], last[1:] + 1]))
+  distances = distances[(distances >= 0) & (distances < 2**31)]
+  rows, width = -(-len(distances) // 62), 64
+  times = np.zeros((rows, 64), np.int64)
+  times[:, 2:] = np.resize(distances, (rows, 62))
+  times[1:2, 2:] *= -1  # either sign
+  # The first query is asked when the second event happens, at 0.
+  timestamps = jnp.asarray(times.reshape(-1), jnp.int32)
+  bias = jagged.RelativeBias(jnp.zeros(127), jnp.arange(129, dtype=jnp.float32), timestamps)
+  q = jnp.zeros((64 * rows, 1, width), jnp.bfloat16)
+  v = jnp.tile(jnp.eye(64, dtype=jnp.bfloat16), (rows, 1))[:, None]
+  d_o = jnp.zeros_like(q).at[::64, :, 0].set(1)  # of each row's first query
+
+  def call(v):
+    options = dict(activation="raw", bias=bias, implementation=implementation)
+    return jagged.attention(q, q, v, offsets_of([64] * rows), **options)
+
+  o, pull = jax.vjp(call, v)
+  expected = np.floor(np.log(np.maximum(np.abs(times), 1)) / 0.301)
+  np.testing.assert_array_equal(np.asarray(o, np.float32)[::64, 0, 2:], expected[:, 2:])
+  (d_v,) = pull(d_o)
+  np.testing.assert_array_equal(np.asarray(d_v, np.float32)[:, 0, 0].reshape(rows, 64)[:, 2:], expected[:, 2:])
+
+
+MANY = {
+  "blocks_64": dict(width=64, block=64, turn="values"),
+  "blocks_96": dict(width=96, block=64, activation="gelu", pre_scale=0.3),
+  "blocks_128": dict(width=128, block=64, turn="values"),
+  "bias": dict(width=64, longest=200, causal=True),
+  "bias_of_silu": dict(width=128, longest=200, activation="silu", pre_scale=0.3, post_scale=0.1, key_heads=2),
+  "rotary": dict(width=128, turn="values", causal=True),
+}
+
+
+@on_gpu
+@pytest.mark.parametrize("options", MANY.values(), ids=MANY)
+def test_more_items_than_warpgroups(implementation, options):
+  """Slots, barriers and sums are used again and again; the same bits twice. Against plain jnp in float32."""
+  lengths = np.random.default_rng(15).integers(1, 200, 500)
+  problem = draw(15, lengths, heads=4, **options)
+  for name in ("q", "k", "v", "d_o"):
+    setattr(problem, name, jnp.asarray(getattr(problem, name), jnp.bfloat16))
+  o, found = with_gradients(problem, implementation=implementation)
+  jax.tree.map(np.testing.assert_array_equal, (o, found), with_gradients(problem, implementation=implementation))
+  for name in ("q", "k", "v", "d_o"):
+    setattr(problem, name, getattr(problem, name).astype(jnp.float32))
+  expected = with_gradients(problem, implementation="reference")
+  for a, b in zip((o, *found), (expected[0], *expected[1]), strict=True):
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    assert np.linalg.norm(a - b) <= 1.5e-2 * np.linalg.norm(b)
 
 
 @on_gpu
