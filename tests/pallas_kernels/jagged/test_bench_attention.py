@@ -35,7 +35,6 @@ def test_a_run_leaves_a_record_and_its_table(tmp_path, rehearsal, capsys):
   chosen = {
     "flash": Case(shape=TINY, options={}, baselines=("cudnn_padded", "xla")),
     "cross": Case(shape=dataclasses.replace(TINY, keys=9), options=dict(activation="silu")),
-    "bias": Case(shape=TINY, options=dict(activation="silu", causal=True), with_bias=True),
     "pooling": Case(shape=dataclasses.replace(TINY, queries=4), options=dict(broadcast_q=True)),
   }
   record_cases(str(tmp_path), {}, bench_attention.measure(chosen, 7, "reference"), bench_attention.table)
@@ -58,6 +57,17 @@ def test_a_wrong_result_is_not_timed(rehearsal, monkeypatch):
   monkeypatch.setattr(problem, "ours_with_gradients", lambda q, k, v, d_o, schedule: (1.1 * v, q, k, v))
   with pytest.raises(AssertionError, match="case: o is off by"):
     problem.check("case")
+
+
+@pytest.mark.slow
+def test_the_gradients_of_a_bias_are_checked_and_timed(rehearsal):
+  case = Case(shape=TINY, options=dict(activation="silu", causal=True), with_bias=True)
+  (found,) = bench_attention.measure({"bias": case}, 7, "reference")
+  assert found["bias"]
+  assert found["relative_error"] < 1e-2
+  problem = bench_attention.Problem(case, np.random.default_rng(0), "reference")
+  shapes = jax.eval_shape(problem.ours_with_gradients, problem.q, problem.k, problem.v, problem.d_o, problem.schedule)
+  assert [a.shape for a in shapes[4:]] == [(2 * TINY.L - 1,), (129,)]
 
 
 def test_block_attention_is_timed_with_its_own_kernels():

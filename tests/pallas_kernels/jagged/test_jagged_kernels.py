@@ -77,6 +77,7 @@ def test_blocks_of_64_tokens(implementation):
   check(implementation, draw(13, [5, 70, 0, 64], block=64, heads=1, width=64))
 
 
+@slow_interpreter
 def test_an_activation_on_keys_of_other_lengths(implementation):
   problem = draw(2, [5, 130, 1], [100, 0, 3], activation="silu", post_scale=0.1, width=64, heads=1)
   check(implementation, problem)
