@@ -234,10 +234,10 @@ def _jagged_block() -> dict[str, Case]:
 def _jagged_bias() -> dict[str, Case]:
   floats, integers = lambda size: jnp.zeros(size, jnp.float32), lambda size: jnp.zeros(size, jnp.int32)
   tables = jax.eval_shape(lambda: Bias(floats(4095), floats(129), integers(130), integers(4096), integers(4096)))
-  tokens, keys, sums = _array(4096, 4, 128), _array(4096, 2, 128), _array(4, 4096, dtype=jnp.float32)
   found = {}
-  for activation in ("softmax", "silu"):
+  for activation, width in (("softmax", 64), ("softmax", 96), ("softmax", 128), ("silu", 128)):
     form = Form(activations=(activation,), pre_scale=0.1, post_scale=0.5, mask=Mask(causal=True))
+    tokens, keys, sums = _array(4096, 4, width), _array(4096, 2, width), _array(4, 4096, dtype=jnp.float32)
     operands = tokens, keys, keys, tokens, *([sums] * 2 if form.is_softmax else [None] * 2)
     calls = dict(
       forward=lambda *a, form=form: forward_hopper.forward(*a[:3], a[6], form, a[7], num_sms=_NUM_SMS),
@@ -246,9 +246,8 @@ def _jagged_bias() -> dict[str, Case]:
       table_gradients=lambda *a, form=form: bias_hopper.table_gradients(*a, form, num_sms=_NUM_SMS),
     )
     for which, call in calls.items():
-      found[f"jagged_{which}/{activation},bias"] = Case(
-        call, (*operands, _tile_list(), tables), spill_bytes=_BIAS_SPILLS
-      )
+      case = Case(call, (*operands, _tile_list(), tables), spill_bytes=_BIAS_SPILLS)
+      found[f"jagged_{which}/{activation},bias,K={width}"] = case
   return found
 
 
