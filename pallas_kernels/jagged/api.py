@@ -102,8 +102,8 @@ def attention(
   pools rows with learned seeds. Positions i of a query and j of a key count from the start of their row.
 
   A query that sees no key gives 0. Tokens behind the last row are never read: their output and gradients are 0 even if
-  they hold NaN. A token that is not finite may spoil its own row, and no other. Reverse-mode derivatives with respect
-  to q, k, v and the tables of the bias are offered, and computed from recomputed scores.
+  they hold NaN. A token that is not finite may spoil its own row, and no other. First derivatives in reverse
+  mode with respect to q, k, v and the tables of the bias are offered, and computed from recomputed scores.
 
   Args:
     q_THK: floating queries; with broadcast_q [L, H, K], the same for all rows.
@@ -136,6 +136,9 @@ def attention(
   """
   q_THK, k_SGK, v_SGK = (jnp.asarray(a) for a in (q_THK, k_SGK, v_SGK))
   _check_tokens(q_THK, k_SGK, v_SGK)
+  for name, given, kind in (("bias", bias, RelativeBias), ("rotary", rotary, Rotary), ("schedule", schedule, Schedule)):
+    if given is not None and not isinstance(given, kind):
+      raise TypeError(f"{_OP}: {name} must be a jagged.{kind.__name__} or None, got {type(given).__name__}")
   mask = _mask(causal, window, block, num_targets)
   # No GPU has run the kernels of blocks, of rotary embeddings and of a bias yet: they have to be asked for.
   asked = implementation is not None
@@ -152,12 +155,11 @@ def attention(
   history_B = _history(num_targets, q_offsets)
   _check_schedule(schedule, mask, len(q_THK) * (len(q_offsets) - 1 if broadcast_q else 1), len(k_SGK))
   if bias is not None:
+    bias.check(_OP, len(q_THK))  # before JAX makes 32-bit arrays of wider ones
     bias = jax.tree.map(jnp.asarray, bias)
-    bias.check(_OP, len(q_THK))
   if rotary is not None:
-    rotary = jax.tree.map(lambda a: lax.stop_gradient(jnp.asarray(a)), rotary)
     rotary.check(_OP, len(q_THK), len(k_SGK), q_THK.shape[2])
-    rotary = rotary.until(q_offsets[-1])
+    rotary = jax.tree.map(lambda a: lax.stop_gradient(jnp.asarray(a)), rotary).until(q_offsets[-1])
   has_untested = not asked and (bias is not None or rotary is not None)
   places = 0 if bias is None else len(bias.position)
 
@@ -200,6 +202,8 @@ def _mask(causal, window, block, num_targets) -> Mask:
 
 def _scores(activation, pre_scale, post_scale, heads, width) -> dict:
   """What a `Form` says of scores and weights."""
+  if not isinstance(activation, str | Sequence):
+    raise TypeError(f"{_OP}: activation={activation!r} must be a name, or one for each head")
   names = (activation,) if isinstance(activation, str) else tuple(activation)
   allowed = (SOFTMAX, *ACTIVATIONS)
   if unknown := [name for name in names if name not in allowed]:

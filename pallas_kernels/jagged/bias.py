@@ -31,7 +31,7 @@ class RelativeBias:
   Args:
     position: f32[2 N - 1]. A row longer than N gives NaN where it has no entry.
     time: f32[129].
-    timestamps: i32[T], of the tokens of q, in any unit.
+    timestamps: i32[T], of the tokens of q, in any unit in which those of a row are less than 2^31 apart.
   """
 
   position: jax.Array
@@ -40,6 +40,9 @@ class RelativeBias:
 
   def check(self, op: str, num_tokens: int) -> None:
     """Raises for shapes and dtypes that do not fit."""
+    for name in ("position", "time", "timestamps"):
+      if not hasattr(getattr(self, name), "dtype"):
+        raise TypeError(f"{op}: bias.{name} must be an array, got {type(getattr(self, name)).__name__}")
     if self.position.ndim != 1 or self.position.shape[0] % 2 == 0 or self.position.dtype != jnp.float32:
       raise ValueError(f"{op}: bias.position must be float32[2 N - 1], got {self.position.dtype}{self.position.shape}")
     if self.time.shape != (TIME_BUCKETS,) or self.time.dtype != jnp.float32:

@@ -33,7 +33,11 @@ class Rotary:
       raise ValueError(f"{op}: rotary is for q and k of the same tokens, and q has {num_tokens}, k {num_keys} of them")
     if width % 2:
       raise ValueError(f"{op}: rotary turns pairs of features, and the heads have K={width}; pad q, k and v")
+    if not isinstance(self.values, bool):
+      raise TypeError(f"{op}: rotary.values={self.values!r} must be True or False")
     for name, a_TP in (("cos_TP", self.cos_TP), ("sin_TP", self.sin_TP)):
+      if not hasattr(a_TP, "dtype"):
+        raise TypeError(f"{op}: rotary.{name} must be an array, got {type(a_TP).__name__}")
       if a_TP.shape != (num_tokens, width // 2) or a_TP.dtype != jnp.float32:
         raise ValueError(
           f"{op}: rotary.{name} must be float32[{num_tokens}, {width // 2}], an angle for each token and pair of"

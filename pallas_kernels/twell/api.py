@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels import dispatch
 from pallas_kernels.twell import format, gradients, reference
@@ -141,8 +142,9 @@ def _call(op, x_MD, weights, spec, route, density_hint, hot, with_active, implem
   if route not in get_args(Route):
     raise ValueError(f"{op}: route={route!r} must be one of {get_args(Route)}")
   known_hint, traced_hint = _split_hint(op, density_hint)
-  if not isinstance(hot, int) or hot % 128 or not 0 <= hot <= num_neurons:
-    raise ValueError(f"{op}: hot={hot} must be a multiple of 128 in 0..F={num_neurons}")
+  if not isinstance(hot, int | np.integer) or hot % 128 or not 0 <= hot <= num_neurons:
+    raise ValueError(f"{op}: hot={hot!r} must be a multiple of 128 in 0..F={num_neurons}")
+  hot = int(hot)
   spec = _spec(op, spec, x_MD.dtype)
   if hot == num_neurons or (route == "auto" and num_neurons > format.MAX_COLUMNS):
     route = "dense"  # nothing to pack, or nothing to pack into
@@ -168,6 +170,10 @@ def _spec(op: str, spec: Spec | None, dtype) -> Spec:
 
 def _split_hint(op: str, density_hint: float | jax.Array | None) -> tuple[float | None, jax.Array | None]:
   """Returns a hint that is known when the call is traced, and one that is not; None for what it is not."""
+  if density_hint is not None and not isinstance(density_hint, int | float | np.ndarray | np.number | jax.Array):
+    raise TypeError(f"{op}: density_hint={density_hint!r} must be a number, an array of one, or None")
+  if isinstance(density_hint, np.ndarray):
+    density_hint = jnp.asarray(density_hint)
   if isinstance(density_hint, jax.Array):
     if density_hint.ndim or not jnp.issubdtype(density_hint.dtype, jnp.floating):
       raise ValueError(f"{op}: density_hint must be one floating number, got {density_hint.dtype}{density_hint.shape}")

@@ -488,6 +488,21 @@ class TestRefusals:
     self.refused("bias.timestamps must be int32[6], one for each token, got int32(5,)", bias=bias(timestamps=5))
     self.refused("bias is for queries and keys that are the same tokens", bias=bias(), k_offsets=self.offsets)
 
+  def test_times_that_32_bits_do_not_hold_are_refused_not_cut(self):
+    times = np.full(6, 1_700_000_000_000)
+    bias = jagged.RelativeBias(np.zeros(9, np.float32), np.zeros(129, np.float32), times)
+    self.refused("bias.timestamps must be int32[6], one for each token, got int64(6,); subtract the first", bias=bias)
+
+  def test_other_kinds_of_things(self):
+    a_TP, table = np.ones((6, 4), np.float32), np.zeros(9, np.float32)
+    self.refused("rotary must be a jagged.Rotary or None, got tuple", TypeError, rotary=(a_TP, a_TP))
+    self.refused("rotary.cos_TP must be an array, got list", TypeError, rotary=jagged.Rotary(a_TP.tolist(), a_TP))
+    self.refused("rotary.values=1 must be True or False", TypeError, rotary=jagged.Rotary(a_TP, a_TP, 1))
+    self.refused("bias must be a jagged.RelativeBias or None, got tuple", TypeError, bias=(table, table))
+    self.refused("bias.time must be an array, got NoneType", TypeError, bias=jagged.RelativeBias(table, None, table))
+    self.refused("schedule must be a jagged.Schedule or None, got int", TypeError, schedule=3)
+    self.refused("must be a name, or one for each head", TypeError, activation=jax.nn.silu)
+
   def test_an_implementation_that_cannot_serve(self):
     self.refused('implementation="hopper" cannot serve this call', NotImplementedError, implementation="hopper")
 
