@@ -83,6 +83,12 @@ def lane_and_warp() -> tuple[ir.Value, ir.Value]:
   return arith.andi(thread, const(31)), arith.shrui(thread, const(5))
 
 
+def thread_of_warpgroup() -> ir.Value:
+  """Place of the lane among the 128 of its warpgroup."""
+  lane, warp = lane_and_warp()
+  return arith.addi(arith.muli(arith.andi(warp, const(3)), const(32)), lane)
+
+
 def quad_and_row() -> tuple[ir.Value, ir.Value]:
   """In the layout of a wgmma's result: place among the four lanes of a row, and the first of two rows, 8 apart."""
   lane, warp = lane_and_warp()

@@ -98,8 +98,8 @@ def _launch(name, kernel, results, arrays: _Arrays, tiles: TileList, form: Form,
   num_sms = common.num_sms_of(num_sms, interpret=interpret)
   width, dtype = results[0].shape[2], results[0].dtype
   reach = TILE * interpret  # copies that reach past the end of an array are not for the interpreter
-  pad = lambda a_THK: jnp.pad(a_THK, ((0, -len(a_THK) % ALIGNMENT + reach), (0, 0), (0, 0)))
-  pad_sums = lambda a_HT: jnp.pad(a_HT, ((0, 0), (0, -a_HT.shape[1] % ALIGNMENT + reach)))
+  pad = functools.partial(common.padded, reach=reach)
+  pad_sums = functools.partial(common.padded, reach=reach, axis=1)
   shared = functools.partial(plgpu.SMEM, transforms=mosaic.operand_transforms(width))
   scratch = _Arrays(
     tuple(shared((common.ITEMS, 2, rows.ROWS, width), dtype) for _ in arrays.of_items),

@@ -199,9 +199,8 @@ def table_gradients(
   num_sms = common.num_sms_of(num_sms, interpret=interpret)
   width, dtype, places = q_THK.shape[2], q_THK.dtype, -(-len(bias.position) // mosaic.LANES) * mosaic.LANES
   reach = schedule.TILE * interpret  # copies that reach past the end of an array are not for the interpreter
-  pad = lambda a_THK: jnp.pad(a_THK, ((0, -len(a_THK) % schedule.ALIGNMENT + reach), (0, 0), (0, 0)))
-  sums = () if lse_HT is None else (lse_HT, delta_HT)
-  pad_sums = lambda a_HT: jnp.pad(a_HT, ((0, 0), (0, -a_HT.shape[1] % schedule.ALIGNMENT + reach)))
+  pad = functools.partial(common.padded, reach=reach)
+  sums = () if lse_HT is None else (pad(lse_HT, axis=1), pad(delta_HT, axis=1))
   operand = functools.partial(plgpu.SMEM, dtype=dtype, transforms=mosaic.operand_transforms(width))
   d_position, d_time = mosaic.kernel(
     functools.partial(_kernel, form=form, num_sms=num_sms, interpret=interpret),
@@ -224,7 +223,7 @@ def table_gradients(
     compiler_params=plgpu.CompilerParams(approx_math=True),
     kernel_name="jagged_table_gradients",
     interpret=interpret,
-  )((pad(q_THK), pad(d_o_THK)), (pad(k_SGK), pad(v_SGK)), tuple(map(pad_sums, sums)), bias, *tiles)
+  )((pad(q_THK), pad(d_o_THK)), (pad(k_SGK), pad(v_SGK)), sums, bias, *tiles)
   scale = 1.0 if form.is_softmax else form.post_scale
   d_position = scale * jnp.sum(d_position, axis=0).reshape(-1)[: len(bias.position)]
   d_time = scale * jnp.sum(d_time, axis=(0, 2))
@@ -321,8 +320,7 @@ def _accumulate(
   def run(ctx, d_s, bucket, to_place, staging, places, times):
     del ctx
     staging, places, times = map(ptx.shared_address, (staging, places, times))
-    lane, warp = ptx.lane_and_warp()
-    thread = arith.addi(arith.muli(arith.andi(warp, ptx.const(3)), ptx.const(32)), lane)
+    thread = ptx.thread_of_warpgroup()
     quad, row = ptx.quad_and_row()
     own_times, own_staging = ptx.offset(times, thread, 4), ptx.offset(ptx.offset(staging, row, 4 * _STAGING), quad, 8)
     values, buckets = d_s.registers.reshape(-1, 2), bucket.registers.reshape(-1, 2)

@@ -85,6 +85,13 @@ def clear_tail(out_ref, begin, worker, workers: int, *, interpret: bool) -> None
   lax.fori_loop(0, lax.div(jnp.maximum(pieces - worker + workers - 1, 0), workers), clear, None)
 
 
+def padded(a: jax.Array, reach: int, *, axis: int = 0) -> jax.Array:
+  """With zeros behind the tokens on `axis`: copies take whole swizzle tiles of them; and `reach` more."""
+  widths = [(0, 0)] * a.ndim
+  widths[axis] = 0, -a.shape[axis] % schedule.ALIGNMENT + reach
+  return jnp.pad(a, widths)
+
+
 def score_scale(form: Form) -> float:
   """What gradients of q and k are multiplied by at the end; softmax's d_p and delta hold post_scale already."""
   return form.pre_scale if form.is_softmax else form.pre_scale * form.post_scale

@@ -73,8 +73,8 @@ def forward(
   heads, width = q_THK.shape[1:]
   mosaic.check_smem(f"jagged.attention {config}, K={width}", config.smem_bytes(width))
   num_sms = common.num_sms_of(num_sms, interpret=interpret)
-  # Copies take whole swizzle tiles of 8 tokens; the interpreter has none that reaches past the end of an array.
-  pad = lambda a, tile: jnp.pad(a, ((0, -len(a) % 8 + tile * interpret), (0, 0), (0, 0)))
+  # The interpreter has no copies that reach past the end of an array.
+  pad = lambda a, tile: common.padded(a, tile * interpret)
   transforms = mosaic.operand_transforms(width)
   outs = [jax.ShapeDtypeStruct(q_THK.shape, q_THK.dtype)]
   if form.is_softmax:

@@ -173,8 +173,7 @@ def clear_others(operand_smem, wanted, token, begin, end, *, interpret: bool):
 
 def _clear(address: ir.Value, token: ir.Value, begin: ir.Value, end: ir.Value, tokens: int, width: int) -> None:
   """A row of a swizzle tile is cleared by lanes of 16 bytes; swizzling moves pieces inside such a row alone."""
-  lane, warp = ptx.lane_and_warp()
-  thread = arith.addi(arith.muli(arith.andi(warp, ptx.const(3)), ptx.const(32)), lane)
+  thread = ptx.thread_of_warpgroup()
   row_bytes = mosaic.swizzle_bytes(width)
   pieces, lanes = 2 * width // row_bytes, row_bytes // 16  # tiles side by side, and lanes for a row of one
 
