@@ -124,8 +124,7 @@ def attention(
     broadcast_q: every row has these queries.
     schedule: of `jagged.make_schedule`, so that kernels need not make one. Its mask and numbers of tokens are checked;
       its offsets are not, and with others than these the result is wrong.
-    implementation: "reference", "interpret", "hopper"; None takes hopper where it can serve, but not yet for a bias
-      or a rotary embedding.
+    implementation: "reference", "interpret", "hopper"; None takes hopper where it can serve.
 
   Returns:
     o_THK in the dtype of q; with broadcast_q [B * L, H, K].
@@ -140,13 +139,11 @@ def attention(
     if given is not None and not isinstance(given, kind):
       raise TypeError(f"{_OP}: {name} must be a jagged.{kind.__name__} or None, got {type(given).__name__}")
   mask = _mask(causal, window, block, num_targets)
-  # No GPU has run the kernels of blocks, of rotary embeddings and of a bias yet: they have to be asked for.
-  asked = implementation is not None
   form = Form(
     **_scores(activation, pre_scale, post_scale, *q_THK.shape[1:]),
     mask=mask,
     broadcast_q=bool(broadcast_q),
-    own_blocks=asked and k_offsets is None,
+    own_blocks=k_offsets is None,
     turn_values=rotary is not None and rotary.values,
   )
   of_same_tokens = dict(num_targets=num_targets, bias=bias, rotary=rotary)
@@ -160,14 +157,8 @@ def attention(
   if rotary is not None:
     rotary.check(_OP, len(q_THK), len(k_SGK), q_THK.shape[2])
     rotary = jax.tree.map(lambda a: lax.stop_gradient(jnp.asarray(a)), rotary).until(q_offsets[-1])
-  has_untested = not asked and (bias is not None or rotary is not None)
   places = 0 if bias is None else len(bias.position)
-
-  def unsupported() -> str | None:
-    if has_untested:
-      return "no GPU has run the kernels of a bias and of rotary embeddings yet; ask for implementation='hopper'"
-    return _kernels().unsupported(q_THK.dtype, q_THK.shape[2], places)
-
+  unsupported = lambda: _kernels().unsupported(q_THK.dtype, q_THK.shape[2], places)
   chosen = dispatch.choose(_OP, implementation, unsupported)
   tokens = q_THK, k_SGK, v_SGK, bias, rotary
   return _attention(form, chosen, _Arguments(*tokens, q_offsets, k_offsets, history_B, schedule))

@@ -124,7 +124,8 @@ class Tiles(NamedTuple):
     upto_B = jnp.cumsum(tiles_B)
     most = max(total // size + tiles_B.shape[0], 1)
     tile = jnp.arange(most, dtype=jnp.int32)
-    row = jnp.searchsorted(upto_B, tile, side="right").astype(jnp.int32)
+    # Unrolled: each turn of a loop costs the host a launch or two.
+    row = jnp.searchsorted(upto_B, tile, side="right", method="scan_unrolled").astype(jnp.int32)
     last = max(tiles_B.shape[0] - 1, 0)
     row = jnp.minimum(row, last)
     before = jnp.append(upto_B - tiles_B, 0)[row]

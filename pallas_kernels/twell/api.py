@@ -37,7 +37,6 @@ class _Options(NamedTuple):
   hot: int
   with_active: bool
   implementation: dispatch.Implementation
-  by_kernels: bool  # also the backward pass
 
 
 def pack(
@@ -153,9 +152,7 @@ def _call(op, x_MD, weights, spec, route, density_hint, hot, with_active, implem
   dispatch.refuse_sharded(op, x_MD=x_MD, **weights)
   unsupported = lambda: None if route == "dense" else _kernels().unsupported(x_MD.dtype, num_neurons, width, spec)
   chosen = dispatch.choose(op, implementation, unsupported)
-  # No GPU has run the backward kernels yet: they have to be asked for.
-  by_kernels = implementation is not None and chosen != "reference"
-  options = _Options(spec if route != "dense" else None, route, known_hint, hot, with_active, chosen, by_kernels)
+  options = _Options(spec if route != "dense" else None, route, known_hint, hot, with_active, chosen)
   w_gate_FD = weights.get("w_gate_FD")
   y_MD, sums, taken = _feedforward(options, x_MD, w_gate_FD, weights["w_up_FD"], weights["w_down_FD"], traced_hint)
   tokens = max(num_tokens, 1)
@@ -240,7 +237,7 @@ def _forward(options, x_MD, w_gate_FD, w_up_FD, w_down_FD, traced_hint):
 
 def _is_sparse_backward(options: _Options, num_tokens: int) -> bool:
   """Whether gradients come from the packed gate; else they are those of the dense block, recomputed."""
-  by_kernels = options.by_kernels and options.route != "dense"
+  by_kernels = options.implementation != "reference" and options.route != "dense"
   return by_kernels and options.hot == 0 and num_tokens > FEW_TOKENS
 
 

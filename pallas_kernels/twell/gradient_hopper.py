@@ -10,6 +10,7 @@ that overflow, and those that are not finite are for the caller to compute dense
 Dimension key: M tokens, D model width, F neurons, S words of a tile, E entries, N segments, O gradients of weights.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -27,6 +28,9 @@ _ROOM = 0.016  # entries a token, as a share of F: a little more than where dens
 _LEAST_ROOM = 32
 _SEGMENT = 512  # entries that one block adds up
 _JOINED = 32  # neurons whose segments one block adds up
+
+
+_search = functools.partial(jnp.searchsorted, method="scan_unrolled")  # a loop would not stay in a CUDA graph
 
 
 class Found(NamedTuple):
@@ -61,7 +65,7 @@ def gradients(x_MD, words_MTS, w_gate_FD, w_up_FD, w_down_FD, d_y_MD, d_l1, *, i
     (jnp.where(present_E, entries.neuron, num_neurons), jnp.arange(room, dtype=jnp.int32)), num_keys=1, is_stable=True
   )
   entries = jax.tree.map(lambda a_E: a_E[order_E], entries)
-  bounds = jnp.searchsorted(neuron_E, jnp.arange(num_neurons + 1, dtype=jnp.int32)).astype(jnp.int32)
+  bounds = _search(neuron_E, jnp.arange(num_neurons + 1, dtype=jnp.int32)).astype(jnp.int32)
   sums = _weight_gradients(x_MD, d_y_MD, entries, bounds, interpret)
   d_gate_FD = sums[0] if w_gate_FD is not None else None
   return Found(d_x_MD, d_gate_FD, sums[-2], sums[-1], first_M >= 0)
@@ -144,7 +148,7 @@ def _weight_gradients(x_MD, d_y_MD, entries: Entries, bounds, interpret: bool) -
   most_extra, most = 2 * room // _SEGMENT, num_neurons + room // _SEGMENT
   upto_F = jnp.cumsum(segments_F)
   segment_N = jnp.arange(most, dtype=jnp.int32)
-  neuron_N = jnp.minimum(jnp.searchsorted(upto_F, segment_N, side="right"), num_neurons - 1).astype(jnp.int32)
+  neuron_N = jnp.minimum(_search(upto_F, segment_N, side="right"), num_neurons - 1).astype(jnp.int32)
   nth_N = segment_N - (upto_F - segments_F)[neuron_N]
   begin_N = bounds[neuron_N] + nth_N * _SEGMENT
   count_N = jnp.where(segment_N < upto_F[-1], jnp.minimum(bounds[neuron_N + 1] - begin_N, _SEGMENT), 0)

@@ -1,6 +1,6 @@
 """Gradients of the dense block, recomputed in chunks of tokens: the dense route's, and those of rows that do not fit.
 
-Dimension key: M tokens, D model width, F hidden neurons, C chunks.
+Dimension key: M tokens, D model width, F hidden neurons.
 """
 
 import jax
@@ -8,13 +8,13 @@ import jax.numpy as jnp
 
 from pallas_kernels.twell import reference
 
-_ROWS_OF_A_CHUNK = 8192  # bounds the temporaries
+_ROWS_OF_A_CHUNK = 16384  # bounds the temporaries
 
 Weights = tuple[jax.Array | None, jax.Array, jax.Array]  # gate, up, down, each [F, D]
 
 
 def dense(x_MD: jax.Array, weights: Weights, d_y_MD: jax.Array, d_l1: jax.Array) -> tuple[jax.Array, Weights]:
-  """(d_x_MD, those of the weights); weight gradients add up in float32, and stay so.
+  """(d_x_MD, those of the weights); weight gradients of chunks add up in float32, and stay so.
 
   Args:
     x_MD: tokens.
@@ -22,20 +22,18 @@ def dense(x_MD: jax.Array, weights: Weights, d_y_MD: jax.Array, d_l1: jax.Array)
     d_y_MD: cotangent of y.
     d_l1: f32[], of the sum of |h|.
   """
-  num_rows, width = x_MD.shape
-  rows = min(_ROWS_OF_A_CHUNK, max(num_rows, 1))
-  chunks = -(-num_rows // rows)
-  cut = lambda a_MD: jnp.pad(a_MD, ((0, chunks * rows - num_rows), (0, 0))).reshape(chunks, rows, width)
 
   def outputs(x_MD, weights):
     y_MD, sums = reference.feedforward(x_MD, *weights, spec=None, hot=0, with_active=False)
     return y_MD, sums.l1
 
-  def chunk(d_weights, parts):
-    x_MD, d_y_MD = parts
-    d_x_MD, d_parts = jax.vjp(outputs, x_MD, weights)[1]((d_y_MD, d_l1))
-    return jax.tree.map(lambda total, part: total + part, d_weights, d_parts), d_x_MD
-
-  zeros = jax.tree.map(lambda w: jnp.zeros_like(w, jnp.promote_types(w.dtype, jnp.float32)), weights)
-  d_weights, d_x_CMD = jax.lax.scan(chunk, zeros, (cut(x_MD), cut(d_y_MD)))
-  return d_x_CMD.reshape(chunks * rows, width)[:num_rows], d_weights
+  num_rows, parts = len(x_MD), []
+  total = jax.tree.map(lambda w: jnp.zeros_like(w, jnp.promote_types(w.dtype, jnp.float32)), weights)
+  # Straight-line code, as in `routing.py`; what each chunk waits for keeps the temporaries of two from being alive.
+  for first in range(0, max(num_rows, 1), _ROWS_OF_A_CHUNK):
+    chunk = x_MD[first : first + _ROWS_OF_A_CHUNK], d_y_MD[first : first + _ROWS_OF_A_CHUNK]
+    (x_part, d_y_part), total = jax.lax.optimization_barrier((chunk, total))
+    d_x_part, d_weights = jax.vjp(outputs, x_part, weights)[1]((d_y_part, d_l1))
+    total = jax.tree.map(jnp.add, total, d_weights)
+    parts.append(d_x_part)
+  return jnp.concatenate(parts), total
