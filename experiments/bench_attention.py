@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
+from experiments.attention_tables import table
 from pallas_kernels import bench, device, jagged
 from pallas_kernels.jagged import shapes
 from pallas_kernels.jagged.shapes import JaggedShape
@@ -35,7 +36,6 @@ Json = dict[str, Any]
 _SAMPLES = 7  # of a time, of which the median counts
 _ERROR_LIMIT = 1.5e-2  # of bf16 results and gradients; rounding p once makes 3e-3
 _XLA_PAIRS = 1 << 31  # scores of all heads: what fits into memory
-_BACKWARD = 2.5  # times the operations of the forward pass
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -271,66 +271,6 @@ def with_gradients(function: Callable, d_o: jax.Array, *arrays: jax.Array) -> tu
 
 def _gradients_last(function: Callable, q, k, v, d_o):
   return with_gradients(lambda q, k, v: function(q, k, v, d_o), d_o, q, k, v)
-
-
-def table(found: list[Json]) -> str:
-  """Returns Markdown of a record's cases."""
-  header = ["case", "tokens, B x L", "forward TFLOP/s (ms)", "backward TFLOP/s (ms)", "of matmul", "cuDNN, padded"]
-  header += ["cuDNN, equal rows", "XLA", "over cuDNN, padded", "imbalance", "schedule ms", "error"]
-  rows = []
-  for case in found:
-    flop = 4 * case["shape"]["H"] * case["shape"]["K"] * case["pairs"]
-    ms = case["ms"]
-    forward, backward = _rates(ms, "ours", flop)
-    padded = _rates(ms, "cudnn_padded", flop)
-    over = "-" if padded[0] is None else " / ".join(f"{a / b:.2f}x" for a, b in zip((forward, backward), padded))
-    # Equal rows have pairs of their own.
-    equal_flop = flop * _equal_pairs(case) / case["pairs"] if "cudnn_equal" in ms else flop
-    rows.append(
-      [
-        case["name"],
-        f"{case['tokens']}, {case['shape']['B']} x {case['shape']['L']}",
-        f"{forward:.0f} ({ms['ours']['ms']:.3f})",
-        f"{backward:.0f} ({ms['ours+grad']['ms'] - ms['ours']['ms']:.3f})",
-        f"{1e12 * forward / case['matmul_flop_per_s']:.0%}",
-        _pair_of_rates(ms, "cudnn_padded", flop),
-        _pair_of_rates(ms, "cudnn_equal", equal_flop),
-        _pair_of_rates(ms, "xla", flop),
-        over,
-        f"{case['imbalance']:.2f}",
-        f"{ms['schedule']['ms']:.3f}",
-        f"{case['relative_error']:.1e}",
-      ]
-    )
-  first = found[0]
-  notes = (
-    f"Ceilings in this run: bf16 matmul {1e-12 * first['matmul_flop_per_s']:.0f} TFLOP/s, copy"
-    f" {1e-12 * first['copy_bytes_per_s']:.2f} TB/s (read + write). TFLOP/s of visible pairs; medians of"
-    f" {first['samples']} queues of calls, which take turns. Imbalance, predicted: steps of the busiest SM over the"
-    " mean."
-  )
-  return f"{bench.markdown_table(header, rows)}\n{notes}\n"
-
-
-def _equal_pairs(case: Json) -> float:
-  rows = case["shape"]["B"]
-  length = max(8, round(case["tokens"] / rows / 8) * 8)
-  return rows * length * ((length + 1) / 2 if case["options"].get("causal") else length)
-
-
-def _rates(ms: Json, name: str, flop: float) -> tuple[float | None, float | None]:
-  """TFLOP/s forward and backward."""
-  if not isinstance(ms.get(name), dict):
-    return None, None
-  forward, both = ms[name]["ms"], ms[f"{name}+grad"]["ms"]
-  return 1e-9 * flop / forward, 1e-9 * _BACKWARD * flop / (both - forward)
-
-
-def _pair_of_rates(ms: Json, name: str, flop: float) -> str:
-  if isinstance(ms.get(name), str):
-    return ms[name]
-  rates = _rates(ms, name, flop)
-  return "-" if rates[0] is None else " / ".join(f"{rate:.0f}" for rate in rates)
 
 
 if __name__ == "__main__":

@@ -16,12 +16,23 @@ def table(cases: list[Json]) -> str:
 
 def summary(cases: list[Json]) -> str:
   """Returns Markdown of the routes alone, a line a case: for README.md."""
-  header = ["tokens", "non-zeros a token", "dense", "sparse", "auto", "auto took", "auto over dense", "error"]
+  header = [
+    "case",
+    "M, D x F",
+    "non-zeros, mean (max)",
+    "dense",
+    "sparse",
+    "auto",
+    "auto took",
+    "auto over dense",
+    "error",
+  ]
   rows = []
   for case in cases:
     ms, error = _medians(case), max(case["relative_error"].values())
     times = (f"{ms[what]:.{_digits(ms[what])}f} ms" for what in ("dense", *ROUTES))
-    start = [f"{case['shape']['M']:,}", f"{case['nonzeros_mean']:.1f} ({100 * case['activity']['density']:g} %)"]
+    shape = f"{case['shape']['M']:,}, {case['shape']['D']} x {case['shape']['F']}"
+    start = [case["name"], shape, f"{case['nonzeros_mean']:.1f} ({case['nonzeros_max']})"]
     rows.append([*start, *times, case["auto_took"], f"{ms['dense'] / ms['auto']:.2f}x", f"{error:.0e}"])
   return bench.markdown_table(header, rows)
 

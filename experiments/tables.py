@@ -27,6 +27,14 @@ _CHECK = flags.DEFINE_boolean("check", False, "with --readme: change nothing, fa
 ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "experiments" / "records"
 DOCUMENTS = ("README.md", "experiments/records/paper_tables.md")
+# Of the many cases of a block, those that README.md shows.
+_FFN = (
+  *(f"density/M=131072 {percent}%" for percent in (0, 0.1, 0.5, 1, 2, 10, 100)),
+  *(f"density/M=16384 {percent}%" for percent in (0.5, 1)),
+  *(f"pattern/{name}" for name in ("misleading", "trained", "trained sorted")),
+  *(f"shape/{name}%" for name in ("nongated 0.5", "wide 0.5", "wide 1", "narrow 0.5", "narrow 1")),
+  *(f"decode/M={tokens} {percent}%" for tokens in (1, 8, 64) for percent in (0.5, 5)),
+)
 _DEMO = ("dense", "sparse", "sparser", "no FFN")  # importing the demo for its names would add its flags to ours
 
 
@@ -112,7 +120,7 @@ def write_documents(*, check: bool) -> None:
 
 
 def _document_tables() -> dict[str, Callable[[], str]]:
-  from experiments import ffn_tables
+  from experiments import attention_tables, ffn_tables
   from pallas_kernels import bench
   from sparse_lm.tables import decode_table, fill, sparse_table, speed_table, to_markdown
 
@@ -127,7 +135,10 @@ def _document_tables() -> dict[str, Callable[[], str]]:
     "speed": lambda: speed_table(cases("bench_lm_dense")),
     "decode": lambda: decode_table(cases("bench_generate_decode")),
     "sparse": lambda: sparse_table(cases("bench_lm_sparse")),
-    "ffn": lambda: ffn_tables.summary(cases("bench_ffn_density", "bench_ffn_decode")),
+    "ffn": lambda: ffn_tables.summary(
+      [case for case in cases("bench_ffn_inference", "bench_ffn_decode") if case["name"] in _FFN]
+    ),
+    "attention": lambda: attention_tables.summary(cases("bench_attention", "bench_attention_other")),
   }
 
 
