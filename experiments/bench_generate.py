@@ -72,8 +72,7 @@ def decode_cases():
       continue
     model, l0 = _sparsified(name, config, model)
     for ffn in FFN_IMPLEMENTATIONS:
-      model.blocks.feedforward.implementation = ffn
-      for case in _decode_cases(name, config, model):
+      for case in _decode_cases(name, config, model.with_ffn(ffn)):
         # A block that reads only what it needs has no such limit.
         share = case["share_of_bandwidth"] if ffn == "dense" else None
         yield case | {"ffn": ffn, "non_zeros": _NON_ZEROS.value, "l0": l0, "share_of_bandwidth": share}

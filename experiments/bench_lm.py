@@ -234,9 +234,8 @@ def _sparsified_model(config: LmConfig, tokens_BL: jax.Array, non_zeros: float) 
 def _dense_and_twell(config: LmConfig, model: Transformer, tokens_BL: jax.Array) -> Iterator[Json]:
   states = {}
   for ffn in FFN_IMPLEMENTATIONS:
-    model.blocks.feedforward.implementation = ffn
     try:
-      times, x_BLD = _time_sparse(config, model, tokens_BL)
+      times, x_BLD = _time_sparse(config, model.with_ffn(ffn), tokens_BL)
     except jax.errors.JaxRuntimeError as error:
       yield {"ffn": ffn, "error": first_line(error)}
       continue

@@ -107,6 +107,7 @@ class SparsityConfig:
   target_l0: float | None = None  # mean non-zeros a token and layer that the controller steers the coefficient to
   reinit_rate: float = 0.0  # share of a dead gate row that is redrawn after each step (paper: 0.1); 0 turns it off
   reinit_std: float = 0.02  # of the redrawn part
+  sparse_below: float = 0.01  # share of neurons that fire, in every layer, below which twell takes over; 1: at once
 
   def validate(self, model: ModelConfig) -> None:
     """Raises UserError for fields that contradict each other or would have no effect."""
@@ -115,6 +116,10 @@ class SparsityConfig:
     _require_positive("sparsity", self, ["l1_multiplier", "reinit_std"])
     if not 0 <= self.reinit_rate <= 1:
       raise UserError(f"sparsity.reinit_rate={self.reinit_rate} must lie in [0, 1]")
+    if not 0 < self.sparse_below <= 1:
+      raise UserError(
+        f"sparsity.sparse_below={self.sparse_below} must lie in (0, 1]; 1 trains by twell from the first step on"
+      )
     if self.l1_warmup_end < self.l1_warmup_start:
       raise UserError(
         f"sparsity.l1_warmup_end={self.l1_warmup_end} lies before sparsity.l1_warmup_start={self.l1_warmup_start}"

@@ -99,6 +99,12 @@ class Transformer(nnx.Module):
     x_BLD, stats = jax.lax.scan(lambda x, block: block(x, real_BL, segments_BL, angles), x_BLD, self.blocks)
     return self.final_norm(x_BLD), stats
 
+  def with_ffn(self, implementation: str) -> "Transformer":
+    """The same parameters with feed-forward blocks computed this way, "dense" or "twell"."""
+    model = jax.tree.map(lambda w: w, self)  # a module of its own
+    model.blocks.feedforward.implementation = implementation
+    return model
+
   def embed(self, tokens_BL: jax.Array) -> jax.Array:
     """What the first block reads."""
     return embed(self.embedding_VD[...], tokens_BL, self.recipe)

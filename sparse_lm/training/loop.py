@@ -4,6 +4,9 @@ Steps are dispatched ahead: the metrics of step n are read while step n + 1 runs
 `_STEPS_IN_FLIGHT` steps ahead. Everything that decides the next step is in the checkpoint (state, data position) or in
 the config, so the same command continues a run that was stopped, and reaches the same losses bit for bit on the same
 mesh.
+
+A run by twell has two compiled steps and takes the dense one until its gates are sparse. The device decides, every
+`sparsity.DECISION_EVERY` steps, and the host reads its answer then and at the start, never between.
 """
 
 import collections
@@ -26,7 +29,7 @@ from sparse_lm.errors import NonFiniteError, Preempted, UserError
 from sparse_lm.models.transformer import Transformer
 from sparse_lm.parallel.mesh import make_mesh
 from sparse_lm.parallel.sharding import RULES
-from sparse_lm.training import checkpoint, losses, recorder
+from sparse_lm.training import checkpoint, losses, recorder, sparsity
 from sparse_lm.training.meter import Meter
 from sparse_lm.training.progress import Progress
 from sparse_lm.training.state import COMPILER_OPTIONS, TrainState, make_init, make_train_step
@@ -98,6 +101,7 @@ class _Run:
   def __init__(self, config: LmConfig, workdir: Path, mesh: Mesh, dataset: data.Dataset, progress: Progress):
     self.config, self.workdir, self.dataset, self.progress = config, workdir, dataset, progress
     self.mesh = mesh
+    self.by_twell = config.model.ffn_implementation == "twell"
     self.identity: Json = {
       "config": config_io.to_dict(config),
       "tokenizer": dataset.tokenizer.fingerprint,
@@ -121,17 +125,19 @@ class _Run:
       self.workdir, first_step=done, tensorboard=training.tensorboard, report=self.progress.line
     )
     self.meter = Meter(config, list(self.mesh.devices.flat))
-    step = self._compile(state)
+    self.ffn = self._wanted_ffn(state)  # what computes the feed-forward blocks, in validation too
+    self.compiled = {self.ffn: self._compile(state, self.ffn)}  # steps; the other one when it is first needed
     with StopSignal() as stop:
       try:
-        return self._loop(state, done, step, stop)
+        return self._loop(state, done, stop)
       finally:
         self.batches.close()
         self.metrics.close()
         self.progress.close()
 
-  def _loop(self, state: TrainState, done: int, step: Callable, stop: StopSignal) -> Json:
+  def _loop(self, state: TrainState, done: int, stop: StopSignal) -> Json:
     training = self.config.training
+    metrics: Json = {}  # of the last step, on the device
     unread: tuple[int, Json] | None = None  # a step and its metrics, still on the device
     entry: Json = {}
     saved = done
@@ -139,8 +145,12 @@ class _Run:
     self.meter.start(done)
     while done < training.steps and not stop.requested:
       batch = self._put(next(self.batches), micro_batches=training.accumulation_steps)
+      if self.by_twell and done % sparsity.DECISION_EVERY == 0:
+        if unread is not None:  # reading the decision waits for this step anyway, and its line names what computed it
+          entry, unread = self._log(*unread), None
+        self._choose_step(state, done, metrics)
       with jax.profiler.StepTraceAnnotation("train", step_num=done + 1):
-        state, metrics = step(state, batch)
+        state, metrics = self.compiled[self.ffn](state, batch)
       done += 1
       in_flight.append(metrics["loss"])
       if len(in_flight) > _STEPS_IN_FLIGHT:
@@ -234,15 +244,38 @@ class _Run:
         " named at its start as data.hub_revision), or give another --workdir"
       )
 
-  def _compile(self, state: TrainState) -> Callable:
+  def _wanted_ffn(self, state: TrainState) -> str:
+    """What is to compute the next step; waits for the state, unless the run is dense throughout."""
+    return "twell" if self.by_twell and bool(state.is_sparse) else "dense"
+
+  def _choose_step(self, state: TrainState, done: int, metrics: Json) -> None:
+    """Goes over to the other step if the last one, whose metrics these are, has decided so."""
+    ffn = self._wanted_ffn(state)
+    if ffn == self.ffn:
+      return
+    below, above = sparsity.l0_limits(self.config)
+    to_sparse, to_dense = (f"every layer below {below:g}", "sparse"), (f"a layer above {above:g}", "dense")
+    found, kind = to_sparse if ffn == "twell" else to_dense
+    largest = float(np.max(metrics["l0_per_layer"]))
+    self.progress.line(
+      f"step {done}: {found} of {self.config.model.ffn_width} neurons (largest {largest:.1f}): {kind} from here on"
+    )
+    self.ffn = ffn
+    if ffn not in self.compiled:
+      with self.meter.paused():  # nothing is in flight: the decision was of the last step that was dispatched
+        self.compiled[ffn] = self._compile(state, ffn)
+
+  def _compile(self, state: TrainState, ffn: str) -> Callable:
     """Ahead of time, so that the first step is like every other and the memory it needs is known before it starts."""
     start, training = time.perf_counter(), self.config.training
     rows = data.padding(training.batch_size // jax.process_count(), self.config.model.context_length)
     batch = self._put(rows, training.accumulation_steps)
-    step = make_train_step(self.config).lower(state, batch).compile()
+    config = config_io.overlay(self.config, {"model.ffn_implementation": ffn})
+    step = make_train_step(config).lower(state, batch).compile()
     memory = step.memory_analysis()
     temporaries = f", {memory.temp_size_in_bytes / 2**20:,.0f} MiB of temporaries" if memory is not None else ""
-    self.progress.line(f"compiled the training step in {time.perf_counter() - start:.1f} s{temporaries}")
+    kind = f"{ffn} " if self.by_twell else ""
+    self.progress.line(f"compiled the {kind}training step in {time.perf_counter() - start:.1f} s{temporaries}")
     return step
 
   def _put(self, batch: dict[str, np.ndarray], micro_batches: int | None = None) -> dict[str, jax.Array]:
@@ -257,7 +290,7 @@ class _Run:
     """Reads and writes the metrics of a step, validation included if a state is given; stops on NaN."""
     values = jax.device_get(metrics)
     bad = int(values.pop("first_bad_step"))
-    entry = {"step": step, "loss": float(values.pop("loss"))}
+    entry = {"step": step, "loss": float(values.pop("loss"))} | ({"ffn": self.ffn} if self.by_twell else {})
     entry |= {name: np.asarray(value).tolist() for name, value in values.items()}
     entry |= _over_layers(entry, self.config)
     entry |= self.meter.read(step)
@@ -272,7 +305,7 @@ class _Run:
     return entry
 
   def _evaluate(self, state: TrainState) -> Json:
-    config, totals = self.config, None
+    config, model, totals = self.config, state.model.with_ffn(self.ffn), None
     assert self.dataset.validation is not None
     batches = data.validation_batches(
       self.dataset.validation,
@@ -283,7 +316,7 @@ class _Run:
     for n, batch in enumerate(batches):
       if n == config.training.eval_batches:
         break
-      part = _eval_step(state.model, self._put(batch), document_mask=config.data.document_mask)
+      part = _eval_step(model, self._put(batch), document_mask=config.data.document_mask)
       totals = part if totals is None else losses.add(totals, part)
     means = {name: np.asarray(x).tolist() for name, x in losses.summarize(*jax.device_get(totals)).items()}
     means |= _over_layers(means, config)

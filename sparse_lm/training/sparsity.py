@@ -1,4 +1,7 @@
-"""What steers sparsity during training: the coefficient's warm-up, the L0 controller, the revival of dead neurons."""
+"""What steers sparsity during training, and what follows it.
+
+That is the coefficient's warm-up, the L0 controller, the revival of dead neurons, and the time from which twell pays.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +17,11 @@ from sparse_lm.parallel import sharding
 INTEGRAL_GAIN = 0.02
 PROPORTIONAL_GAIN = 0.3
 ERROR_RANGE = -4.0, 1.0  # of log(l0 / target)
+
+# Early gates are dense, and plain autodiff of dense blocks is faster than twell. The host waits for each decision, so
+# they are few; the way back is longer, so that an L0 near the limit does not change the step at every one of them.
+DECISION_EVERY = 16  # steps
+BACK_TO_DENSE = 1.5  # times the L0 below which a run turns sparse
 
 
 def warmup(step: jax.Array, config: LmConfig) -> jax.Array:
@@ -40,6 +48,28 @@ def control(coefficient: jax.Array, l0: jax.Array, ramp: jax.Array, target: floa
   error = jnp.where((l0 >= 0) & (ramp >= 1), error, 0.0)
   coefficient = coefficient * jnp.exp(INTEGRAL_GAIN * error)
   return coefficient, coefficient * jnp.exp(PROPORTIONAL_GAIN * error)
+
+
+def l0_limits(config: LmConfig) -> tuple[float, float]:
+  """Non-zeros a token: below the first in every layer a run turns sparse, above the second in any layer dense again."""
+  below = config.sparsity.sparse_below * config.model.ffn_width
+  return below, BACK_TO_DENSE * below
+
+
+def decide(is_sparse: jax.Array, step: jax.Array, l0_per_layer: jax.Array, no_tokens: jax.Array, config: LmConfig):
+  """Whether the steps after this one are to be sparse.
+
+  Args:
+    is_sparse: bool[], the decision in force.
+    step: i32[], number of the step that was just taken, from 1; others than every DECISION_EVERY-th decide nothing.
+    l0_per_layer: f32[layers], non-zeros a token in that step.
+    no_tokens: bool[], it saw padding alone, which decides nothing.
+    config: gives the limits.
+  """
+  below, above = l0_limits(config)
+  largest = jnp.max(l0_per_layer)
+  decides = (step % DECISION_EVERY == 0) & ~no_tokens
+  return jnp.where(decides, jnp.where(is_sparse, largest <= above, largest < below), is_sparse)
 
 
 def revive_dead(model, active: jax.Array, key: jax.Array, config: LmConfig):

@@ -25,6 +25,7 @@ class TrainState:
   key: jax.Array  # u32[2], data of the run's random key; step n uses fold_in(key, n)
   l1_coefficient: jax.Array  # f32[], the configured one, or what the L0 controller has made of it
   l0: jax.Array  # f32[], of the last step with tokens, which the controller reads; -1 before the first
+  is_sparse: jax.Array  # bool[], whether gates are sparse enough for twell; what `sparsity.decide` said last
   first_bad_step: jax.Array  # i32[], first step whose loss or gradient was NaN or infinite; -1 while there is none
 
 
@@ -84,6 +85,7 @@ def make_init(config: LmConfig) -> jax.stages.Wrapped:
       key=jax.random.key_data(run_key),
       l1_coefficient=jnp.float32(config.sparsity.l1_coefficient),
       l0=jnp.float32(-1),
+      is_sparse=jnp.bool_(config.sparsity.sparse_below == 1),  # no L0 is too high then, and none need be waited for
       first_bad_step=jnp.int32(-1),
     )
 
@@ -93,6 +95,7 @@ def make_init(config: LmConfig) -> jax.stages.Wrapped:
 def make_train_step(config: LmConfig) -> jax.stages.Wrapped:
   """Returns the jitted `step(state, batch) -> (state, metrics)`, which consumes the state.
 
+  model.ffn_implementation of the config decides what computes the step, whatever the model in the state was made for.
   Each array of the batch is [A, B/A, L]: A micro-batches of the global batch, whose gradients add up to the gradient of
   all B sequences at once.
   """
@@ -107,14 +110,17 @@ def make_train_step(config: LmConfig) -> jax.stages.Wrapped:
     return kept, ramp * now
 
   def gradients(model, batch, sizes, coefficient):
-    grad = jax.grad(losses.objective, has_aux=True)
+    def objective(model, micro):  # changes the model in here, so that gradients have the structure of the state's
+      return losses.objective(model.with_ffn(config.model.ffn_implementation), micro, sizes, coefficient, config)
+
+    grad = jax.grad(objective, has_aux=True)
 
     def add(carry, micro):
-      return losses.add(carry, grad(model, micro, sizes, coefficient, config)), None
+      return losses.add(carry, grad(model, micro)), None
 
     # A single micro-batch costs nothing extra: XLA inlines a loop of one iteration and drops the addition to zero.
     first = jax.tree.map(lambda x: x[0], batch)
-    shapes = jax.eval_shape(lambda: grad(model, first, sizes, coefficient, config))
+    shapes = jax.eval_shape(lambda: grad(model, first))
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, out_sharding=s.sharding), shapes)
     return jax.lax.scan(add, zeros, batch)[0]
 
@@ -151,6 +157,7 @@ def make_train_step(config: LmConfig) -> jax.stages.Wrapped:
       key=state.key,
       l1_coefficient=kept_coefficient,
       l0=jnp.where(no_tokens, state.l0, jnp.mean(metrics["l0_per_layer"])),
+      is_sparse=sparsity.decide(state.is_sparse, state.step + 1, metrics["l0_per_layer"], no_tokens, config),
       first_bad_step=first_bad_step,
     ), metrics
 

@@ -88,6 +88,13 @@ def test_in_bf16_a_model_gives_the_states_and_statistics_of_the_dense_model(kind
   assert_close(stats[1], stats[0], 0.01)
 
 
+def test_a_model_computed_the_other_way_is_that_model_and_the_first_stays_as_it_was():
+  dense, twell = (model_of("gated_relu", implementation, "fp32") for implementation in IMPLEMENTATIONS)
+  assert jax.tree.structure(dense.with_ffn("twell")) == jax.tree.structure(twell)
+  assert dense.blocks.feedforward.implementation == "dense"
+  assert jax.tree.structure(dense) != jax.tree.structure(twell)
+
+
 @pytest.mark.slow
 def test_on_eight_devices_the_objective_and_its_gradient_are_those_of_the_dense_model_on_one():
   rng = np.random.default_rng(0)

@@ -185,6 +185,8 @@ def test_a_work_folder_in_use_is_refused_in_one_line_and_the_run_in_it_goes_on(s
       {"model.ffn_implementation": "packed"},
       "model.ffn_implementation='packed' is unknown; allowed: dense, twell",
     ),
+    ({"sparsity.sparse_below": 0.0}, "sparsity.sparse_below=0.0 must lie in (0, 1]; 1 trains by twell from the first"),
+    ({"sparsity.sparse_below": 1.5}, "sparsity.sparse_below=1.5 must lie in (0, 1]"),
     ({"data.path": "/nowhere/*.txt"}, "data.path='/nowhere/*.txt'"),
     ({"parallel.data": 3}, "4 sequences do not divide over parallel.data * parallel.fsdp = 3 devices"),
     ({"parallel.data": 16}, "parallel.data=16 and parallel.fsdp=1 do not fit 8 cpu"),

@@ -88,6 +88,35 @@ def test_the_controller_brings_a_plant_with_lag_to_its_target_and_keeps_it_there
   assert history[arrived:].max() < target * 2
 
 
+@pytest.mark.parametrize(
+  ("before", "l0_per_layer", "after"),
+  [
+    (False, [15.9, 3.0], True),
+    (False, [16.0, 3.0], False),  # not below
+    (False, [3.0, 40.0], False),  # one layer is enough
+    (False, [20.0, 20.0], False),
+    (True, [20.0, 20.0], True),  # between the limits nothing changes
+    (True, [24.0, 3.0], True),  # not above
+    (True, [3.0, 24.1], False),
+    (True, [0.0, 0.0], True),
+  ],
+  ids=str,
+)
+def test_a_run_turns_sparse_below_one_limit_and_dense_again_above_another(before, l0_per_layer, after):
+  config = LmConfig(model=ModelConfig(ffn_width=64), sparsity=SparsityConfig(sparse_below=0.25))
+  decide = lambda step, no_tokens: sparsity.decide(before, step, jnp.float32(l0_per_layer), no_tokens, config)
+  for step in (16, 48, 16_000):
+    assert bool(decide(jnp.int32(step), jnp.bool_(False))) == after
+    assert bool(decide(jnp.int32(step), jnp.bool_(True))) == before, "padding alone decides nothing"
+  for step in (1, 15, 17, 40):
+    assert bool(decide(jnp.int32(step), jnp.bool_(False))) == before, "no step between decides"
+
+
+def test_at_a_limit_of_all_neurons_a_run_is_sparse_even_if_all_fire():
+  config = LmConfig(model=ModelConfig(ffn_width=64), sparsity=SparsityConfig(sparse_below=1.0))
+  assert sparsity.decide(jnp.bool_(True), jnp.int32(16), jnp.float32([64.0, 64.0]), jnp.bool_(False), config)
+
+
 TINY = ModelConfig(vocab_size=16, num_layers=2, model_width=64, num_heads=2, ffn_width=96, init_std=0.4)
 
 
