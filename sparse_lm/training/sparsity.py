@@ -56,7 +56,9 @@ def l0_limits(config: LmConfig) -> tuple[float, float]:
   return below, BACK_TO_DENSE * below
 
 
-def decide(is_sparse: jax.Array, step: jax.Array, l0_per_layer: jax.Array, no_tokens: jax.Array, config: LmConfig):
+def decide(
+  is_sparse: jax.Array, step: jax.Array, l0_per_layer: jax.Array, no_tokens: jax.Array, config: LmConfig
+) -> jax.Array:
   """Whether the steps after this one are to be sparse.
 
   Args:
