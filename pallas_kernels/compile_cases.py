@@ -17,6 +17,7 @@ from pallas_kernels.jagged.schedule import FIELDS, TileList
 from pallas_kernels.twell import Spec, active_hopper, decode_hopper, gather_hopper, gradient_hopper, pack_hopper
 from pallas_kernels.twell import shapes as ffn_shapes
 from pallas_kernels.twell.gradient_blocks import Entries
+from pallas_kernels.twell.kept import nothing
 from pallas_kernels.twell.shapes import FfnShape
 
 _NUM_SMS = 132  # of an H200
@@ -121,7 +122,7 @@ def _twell_gather() -> dict[str, Case]:
 def _gather_case(shape: FfnShape, started: bool, unroll: int) -> Case:
   def gather(x_MD, words_MTS, w_down_FD, *rest):
     w_up_FD, *start_MD = rest if shape.gated else (None, *rest)
-    return gather_hopper.gather(x_MD, words_MTS, w_up_FD, w_down_FD, *start_MD, config=config)
+    return gather_hopper.gather(x_MD, words_MTS, w_up_FD, w_down_FD, *start_MD, config=config)[:3]
 
   config = gather_hopper.Config(dots_unroll=unroll, sums_unroll=unroll)
   tokens, weights = (_array(rows, shape.D, dtype=shape.dtype) for rows in (shape.M, shape.F))
@@ -143,12 +144,18 @@ def _twell_gradients() -> dict[str, Case]:
     integers, floats = (_array(1 << 20, dtype=kind) for kind in (jnp.int32, jnp.float32))
     entries = jax.eval_shape(lambda *arrays: Entries(*arrays), integers, integers, floats, floats, floats)
     entries = entries if gated else entries._replace(of_gate=None)
-    of_tokens = lambda x_MD, words_MTS, w_FD, gate_FD, first_M, d_l1: gradient_hopper.token_gradients(
-      x_MD, words_MTS, gate_FD, w_FD, w_FD, x_MD, d_l1, first_M, room=1 << 20
+    of_tokens = lambda kept, part_M, w_FD, gate_FD, d_y_MD, d_l1: gradient_hopper.token_gradients(
+      kept, part_M, gate_FD, w_FD, w_FD, d_y_MD, d_l1
     )
-    operands = tokens, _words(shape), weights, weights if gated else None, _array(shape.M, dtype=jnp.int32)
+    kept = jax.eval_shape(functools.partial(nothing, shape.M, 1 << 20, gated=gated))
+    operands = kept, kept.places.first_M, weights, weights if gated else None, tokens
+    keeping = lambda x_MD, words_MTS, w_FD, up_FD, first_M: gather_hopper.gather(
+      x_MD, words_MTS, up_FD, w_FD, None, first_M, room=1 << 20
+    )
     sums = functools.partial(gradient_hopper.segment_sums, num_rows=8000)
     name = f"D={width},{'gated' if gated else 'non_gated'}"
+    keeps = tokens, _words(shape), weights, operands[3], kept.places.first_M
+    found[f"twell_gather/keeping,{name}"] = Case(keeping, keeps)
     found[f"twell_token_gradients/{name}"] = Case(of_tokens, (*operands, _array(dtype=jnp.float32)))
     found[f"twell_segment_sums/{name}"] = Case(sums, (tokens, tokens, entries, _array(9000, 3, dtype=jnp.int32)))
   join = functools.partial(gradient_hopper.joined, width=2048)

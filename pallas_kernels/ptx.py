@@ -113,6 +113,22 @@ def offset(address: ir.Value, index: ir.Value, stride: int) -> ir.Value:
   return arith.addi(address, arith.muli(index, const(stride)))
 
 
+def load_word(address: ir.Value, kind: ir.Type) -> ir.Value:
+  """32 bits, from global memory that nothing writes meanwhile or from shared memory, as the address has it."""
+  space, of_address = ("global.nc", "l") if address.type == i64() else ("shared", "r")
+  return asm((kind,), [address], f"ld.{space}.b32 $0, [$1];", f"={_constraint(kind)},{of_address}")
+
+
+def store_word(address: ir.Value, value: ir.Value) -> None:
+  """32 bits, to global or to shared memory, as the address has it."""
+  space, of_address = ("global", "l") if address.type == i64() else ("shared", "r")
+  asm((), [address, value], f"st.{space}.b32 [$0], $1;", f"{of_address},{_constraint(value.type)}")
+
+
+def _constraint(kind: ir.Type) -> str:
+  return "f" if kind == f32() else "r"
+
+
 def for_each(first: ir.Value, last: ir.Value, stride: int, step: Callable, carry: list[ir.Value]) -> list[ir.Value]:
   """carry = step(n, carry) for n = first, first + stride, ... below last, all i32; returns the last carry."""
   index = ir.IndexType.get()

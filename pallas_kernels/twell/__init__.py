@@ -1,5 +1,6 @@
 """Sparse feed-forward blocks: the packed format, packing inside a matrix product, and computing with what it holds."""
 
+from pallas_kernels.twell.api import KEPT as KEPT
 from pallas_kernels.twell.api import Stats as Stats
 from pallas_kernels.twell.api import feedforward as feedforward
 from pallas_kernels.twell.api import gated_feedforward as gated_feedforward

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import dispatch
 from pallas_kernels.twell import format, gradients, reference
@@ -18,6 +19,7 @@ from pallas_kernels.twell.format import Spec, Twell
 from pallas_kernels.twell.routing import DENSE, FEW_TOKENS
 
 Route = Literal["sparse", "dense", "auto"]
+KEPT = "twell_kept"  # what the sparse route keeps for gradients, as policies of jax.checkpoint know it
 
 
 class Stats(NamedTuple):
@@ -25,7 +27,9 @@ class Stats(NamedTuple):
 
   l1: jax.Array  # f32[], mean over tokens of sum_n |h_n|; differentiable
   l0: jax.Array  # f32[], mean number of neurons that fire for a token
-  overflow_rows: jax.Array  # i32[], tokens that the packed form cannot hold (too many non-zeros) or that are not finite
+  # i32[], tokens computed densely: the packed form cannot hold them (too many non-zeros), they are not finite, or, in a
+  # call that is differentiated, their gradients find no room
+  overflow_rows: jax.Array
   route: jax.Array  # i32[], DENSE or SPARSE, what computed y
   active: jax.Array | None  # bool[F], fired for at least one token; None without with_active
 
@@ -88,7 +92,12 @@ def gated_feedforward(
   neurons than a tile of the format holds, and tokens that are not finite, are computed densely in the same call. So
   every route gives the same y for any tokens, as long as a neuron that does not fire adds nothing: 0 * (x . w_up) is
   NaN in the dense block if w_up or w_down is not finite, or the product overflows, and is left out by the sparse one.
-  Reverse-mode derivatives of y and of Stats.l1 are offered; they recompute the block densely, in chunks of rows.
+
+  First derivatives of y and of Stats.l1 in reverse mode are offered. On the sparse route the kernels keep the entries
+  of the gate and their products with Wu, about 2 % of what dense blocks keep, and compute gradients from them without
+  atomics (TwELL, section 3.4); tokens that overflow there, or that find no room (1.6 % of F a token in the mean), are
+  recomputed densely, in chunks, as all tokens are on the dense route. Under `jax.checkpoint` a policy that saves the
+  name `twell.KEPT` spares the recomputation.
 
   Args:
     x_MD: bfloat16 or float16, D a multiple of 128; anything else floating is served by the reference.
@@ -205,11 +214,11 @@ def _kernels() -> ModuleType:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _feedforward(options: _Options, x_MD, w_gate_FD, w_up_FD, w_down_FD, traced_hint):
   """Returns (y_MD, sums, i32[] route). The dispatch lies inside: autodiff sees neither its branches nor the kernels."""
-  return _with_words(options, x_MD, w_gate_FD, w_up_FD, w_down_FD, traced_hint, keep=False)[:3]
+  return _with_kept(options, x_MD, w_gate_FD, w_up_FD, w_down_FD, traced_hint, keep=False)[:3]
 
 
-def _with_words(options: _Options, x_MD, w_gate_FD, w_up_FD, w_down_FD, traced_hint, *, keep: bool):
-  """And the packed gate, if it is to be kept."""
+def _with_kept(options: _Options, x_MD, w_gate_FD, w_up_FD, w_down_FD, traced_hint, *, keep: bool):
+  """And what is kept for the backward pass, if it is wanted."""
   weights = w_gate_FD, w_up_FD, w_down_FD
   if options.implementation == "reference" or options.route == "dense":
     y_MD, sums = reference.feedforward(
@@ -231,27 +240,27 @@ def _with_words(options: _Options, x_MD, w_gate_FD, w_up_FD, w_down_FD, traced_h
 
 def _forward(options, x_MD, w_gate_FD, w_up_FD, w_down_FD, traced_hint):
   arguments = x_MD, w_gate_FD, w_up_FD, w_down_FD, traced_hint
-  *results, words_MTS = _with_words(options, *arguments, keep=_is_sparse_backward(options, len(x_MD)))
-  return tuple(results), (arguments, words_MTS, results[-1])
+  *results, kept = _with_kept(options, *arguments, keep=_is_sparse_backward(options, len(x_MD)))
+  return tuple(results), (arguments, *checkpoint_name((kept, results[-1]), KEPT))
 
 
 def _is_sparse_backward(options: _Options, num_tokens: int) -> bool:
-  """Whether gradients come from the packed gate; else they are those of the dense block, recomputed."""
+  """Whether gradients come from kept entries; else they are those of the dense block, recomputed."""
   by_kernels = options.implementation != "reference" and options.route != "dense"
   return by_kernels and options.hot == 0 and num_tokens > FEW_TOKENS
 
 
 def _backward(options, kept, cotangents):
   """Weight gradients add up in float32."""
-  (x_MD, *weights, traced_hint), words_MTS, taken = kept
+  (x_MD, *weights, traced_hint), kept, taken = kept
   d_y_MD, d_sums, _ = cotangents
-  if words_MTS is None:
+  if kept is None:
     d_x_MD, d_weights = gradients.dense(x_MD, tuple(weights), d_y_MD, d_sums.l1)
   else:
     d_x_MD, d_weights = _kernels().backward(
       x_MD,
       tuple(weights),
-      words_MTS,
+      kept,
       d_y_MD,
       d_sums.l1,
       always_sparse=options.route == "sparse",

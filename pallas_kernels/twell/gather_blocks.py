@@ -205,17 +205,12 @@ def add_rows(
     weights, keep = row.base(ptx.global_address(w_ref)), keep_policy()
     entry_of = ptx.offset(ptx.shared_address(entries), warp, 4 * capacity)
     head = ptx.offset(ptx.shared_address(heads), warp, 4 * HEAD_WORDS)
-    first_warp = arith.andi(warp, ptx.const(WARPS - team.warps))  # of the token
 
     def hidden(place, entry):
       value = row.value(entry)
       if dots is None:
         return value
-      parts = []
-      for n in range(team.warps):
-        at = ptx.offset(ptx.shared_address(dots), arith.addi(first_warp, ptx.const(n)), 4 * capacity)
-        parts.append(ptx.asm((ptx.f32(),), [ptx.offset(at, place, 4)], "ld.shared.f32 $0, [$1];", "=f,r"))
-      return arith.mulf(value, total(parts))
+      return arith.mulf(value, sum_over_team(dots, warp, place, team))
 
     def step(place, count, carry):
       l1, *acc = carry
@@ -236,7 +231,7 @@ def add_rows(
     l1, *acc = loop(load_head(head, ENTRIES), unroll, step, [ptx.const_f32(0.0), *acc])
     row.store(row.start(ptx.global_address(out_ref), safe_token), acc, exists)
 
-    part = arith.subi(warp, first_warp)
+    part = arith.subi(warp, first_warp_of(warp, team))
     first_lane = arith.andi(exists, arith.cmpi(arith.CmpIPredicate.eq, lane, ptx.const(0)))
     at = ptx.offset(ptx.global_address(l1_ref), safe_token, 4)
     writes_l1 = arith.andi(first_lane, arith.cmpi(arith.CmpIPredicate.eq, part, ptx.const(0)))
@@ -258,6 +253,18 @@ def place_of_warp(first_token, team: Team) -> tuple[ir.Value, ir.Value, ir.Value
   return lane, warp, arith.addi(ptx.scalar(first_token), own)
 
 
+def first_warp_of(warp: ir.Value, team: Team) -> ir.Value:
+  """Of those that share the warp's token."""
+  return arith.andi(warp, ptx.const(WARPS - team.warps))
+
+
+def sum_over_team(parts_ref: ir.Value, warp: ir.Value, place: ir.Value, team: Team) -> ir.Value:
+  """Of what the warps that share a token have in [W, E] shared memory, each at its row; float32."""
+  first, row_bytes = ptx.shared_address(parts_ref), 4 * ir.MemRefType(parts_ref.type).shape[1]
+  rows = [arith.addi(first_warp_of(warp, team), ptx.const(n)) for n in range(team.warps)]
+  return total([ptx.load_word(ptx.offset(ptx.offset(first, row, row_bytes), place, 4), ptx.f32()) for row in rows])
+
+
 def clamped(token: ir.Value, num_tokens: int) -> ir.Value:
   """The token, or the last one."""
   return arith.minui(token, ptx.const(num_tokens - 1))
@@ -270,7 +277,7 @@ def keep_policy() -> ir.Value:
 
 def load_head(head: ir.Value, word: int) -> ir.Value:
   """A word of a warp's head."""
-  return ptx.asm((ptx.i32(),), [head], f"ld.shared.b32 $0, [$1+{4 * word}];", "=r,r")
+  return ptx.load_word(ptx.offset(head, ptx.const(word), 4), ptx.i32())
 
 
 def load_entry(entries: ir.Value, place: ir.Value, n: int) -> ir.Value:

@@ -16,8 +16,10 @@ from jaxlib.mlir.dialects import arith
 
 from pallas_kernels import ptx
 from pallas_kernels.twell import gather_blocks as blocks
-from pallas_kernels.twell.rows import WARPS, Row, Team, fma, loop, total
+from pallas_kernels.twell import kept_blocks
+from pallas_kernels.twell.rows import WARPS, Row, Team, fma, loop, unpack
 
+_LANES = 32
 _UNROLL = 4  # tokens on their way for a neuron
 
 
@@ -31,117 +33,149 @@ class Entries(NamedTuple):
   of_down: jax.Array  # f32[E], times d_y
 
 
-def add_gradient_rows(
-  w_gate_ref, w_up_ref, first_ref, d_l1_ref, first_token, entries_smem, heads_smem, up_smem, down_smem, d_x_ref,
-  out: Entries, team: Team, *, interpret: bool,
-) -> None:  # fmt: skip
-  """d_x[token] = sum over entries of d_gate Wg[n] + d_up Wu[n], and writes the entries from first[token] on.
+class Scratch(NamedTuple):
+  """Of each warp, in shared memory: [W, E], and heads."""
 
-  With g the value of an entry, u = x . Wu[n] in up_smem and v = d_y . Wd[n] in down_smem (each warp its part of a
-  token's): t = v + d_l1 sign(h), then h = g u, d_up = t g, d_gate = t u; without a gate h = g and d_up = t.
-  A token with first < 0 gets zeros, and writes no entries.
+  entries: jax.Array  # u32
+  heads: jax.Array  # i32[W, HEAD_WORDS]
+  up: jax.Array | None  # f32, x . Wu[n]; None without a gate
+  down: jax.Array  # f32, this warp's part of d_y . Wd[n]
+  factor: jax.Array  # f32, what an entry multiplies Wu[n] by
+
+
+def find_factors(
+  first_ref, takes_part_ref, d_l1_ref, first_token, lists: Scratch, out: Entries, dtype, num_neurons: int, team: Team,
+  *, interpret: bool,
+) -> None:  # fmt: skip
+  """What each entry multiplies tokens by, to `out` from first[token] on; and what it multiplies weights by.
+
+  With g the value of an entry, u and v its products with x and d_y: t = v + d_l1 sign(h), h = g u, d_up = t g,
+  d_gate = t u; without a gate h = g and d_up = t. Afterwards `lists.factor` holds d_up, and `lists.up` d_gate.
+
+  An entry of a token that does not take part has the neuron F, so that no weight's gradient reads it.
   """
+  num_tokens, gated = first_ref.shape[0], lists.up is not None
+  if interpret:
+    for warp in range(WARPS):
+      token, part = first_token + warp // team.warps, warp % team.warps
+      own, entries = jnp.minimum(token, num_tokens - 1), lists.entries[warp]
+      value = jax.lax.bitcast_convert_type((entries >> 16).astype(jnp.uint16), dtype).astype(jnp.float32)
+      up = lists.up[warp] if gated else jnp.ones_like(value)
+      d_h = sum(lists.down[warp - part + n] for n in range(team.warps)) + d_l1_ref[0] * jnp.sign(value * up)
+      of_gate, of_up = d_h * up, d_h * value if gated else d_h
+      lists.factor[warp] = of_up
+      if gated:
+        lists.up[warp] = of_gate
+      if part == 0:
+        neuron = jnp.where(takes_part_ref[own] != 0, (entries & 0xFFFF).astype(jnp.int32), num_neurons)
+        found = Entries(neuron, jnp.full_like(neuron, token), of_gate if gated else None, of_up, value * up)
+        count = jnp.where(token < num_tokens, lists.heads[warp, blocks.ENTRIES], 0)
+        kept_blocks.write_list(first_ref[own], count, [(ref, a) for ref, a in zip(out, found) if ref is not None])
+    return
+
+  kept_lists, outs = [ref for ref in lists if ref is not None], [ref for ref in out if ref is not None]
+  refs = [first_ref, takes_part_ref, d_l1_ref, *kept_lists, *outs]
+
+  @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT, *[plgpu.RefType()] * len(refs)), return_type=None)
+  def run(ctx, first_token, first_ref, takes_part_ref, d_l1_ref, *rest):
+    del ctx
+    own, outs = rest[: len(kept_lists)], rest[len(kept_lists) :]
+    entries, heads, up, down, factor = own if gated else (*own[:2], None, *own[2:])
+    lane, warp, token = blocks.place_of_warp(first_token, team)
+    begin, _ = kept_blocks.begin_of(first_ref, token, num_tokens)
+    word = lambda ref, place, kind: ptx.load_word(kept_blocks.global_word(ref, place), kind)
+    takes_part = word(takes_part_ref, blocks.clamped(token, num_tokens), ptx.i32())
+    takes_part = arith.cmpi(arith.CmpIPredicate.ne, takes_part, ptx.const(0))
+    writes = arith.cmpi(arith.CmpIPredicate.eq, warp, blocks.first_warp_of(warp, team))
+    d_l1, value_of = word(d_l1_ref, ptx.const(0), ptx.f32()), unpack(_mlir_type(dtype))
+    of_warp = lambda ref, at: kept_blocks.shared_word(ref, warp, at)
+
+    def step(at, _):
+      entry = ptx.load_word(of_warp(entries, at), ptx.i32())
+      value = value_of(entry)[1]
+      u = ptx.load_word(of_warp(up, at), ptx.f32()) if gated else None
+      h = arith.mulf(value, u) if gated else value
+      d_h = fma(d_l1, _sign(h), blocks.sum_over_team(down, warp, at, team))
+      of_up = arith.mulf(d_h, value) if gated else d_h
+      ptx.store_word(of_warp(factor, at), of_up)
+      of_gate = [arith.mulf(d_h, u)] if gated else []
+      for one in of_gate:
+        ptx.store_word(of_warp(up, at), one)
+      neuron = arith.select(takes_part, blocks.neuron_of(entry), ptx.const(num_neurons))
+      place = arith.addi(begin, at)
+      for ref, one in zip(outs, [neuron, token, *of_gate, of_up, h], strict=True):
+        kind = "f" if one.type == ptx.f32() else "r"
+        address = kept_blocks.global_word(ref, place)
+        ptx.asm((), [address, one, writes], "@$2 st.global.b32 [$0], $1;", f"l,{kind},b")
+      return []
+
+    ptx.for_each(lane, blocks.load_head(kept_blocks.row_of(heads, warp), blocks.ENTRIES), _LANES, step, [])
+    ptx.asm((), [], f"bar.warp.sync {ptx.ALL_LANES};", "")
+    return []
+
+  run(first_token, *refs)
+
+
+def add_factored_rows(
+  w_gate_ref, w_up_ref, first_token, lists: Scratch, d_x_ref, team: Team, *, interpret: bool
+) -> None:
+  """d_x[token] = sum over entries of d_up Wu[n] + d_gate Wg[n], as `find_factors` left them."""
   num_tokens, width = d_x_ref.shape
-  gated, dtype, capacity = w_gate_ref is not None, d_x_ref.dtype, entries_smem.shape[1]
+  gated, dtype = w_gate_ref is not None, d_x_ref.dtype
   if interpret:
     for warp in range(WARPS):
       token, part = first_token + warp // team.warps, warp % team.warps
       columns = slice(part * team.slice, min((part + 1) * team.slice, width))
-      team_warps = range(warp - part, warp - part + team.warps)
-      entries, exists = entries_smem[warp], token < num_tokens
-      token = jnp.minimum(token, num_tokens - 1)
-      begin = first_ref[token]
-      present = (jnp.arange(capacity) < heads_smem[warp, blocks.ENTRIES]) & (begin >= 0)
-      value = jax.lax.bitcast_convert_type((entries >> 16).astype(jnp.uint16), dtype).astype(jnp.float32)
-      neuron = jnp.where(present, entries & 0xFFFF, 0).astype(jnp.int32)
-      summed = lambda smem, warps=team_warps: sum(smem[w] for w in warps)
-      up = summed(up_smem) if gated else jnp.ones_like(value)
-      d_h = summed(down_smem) + d_l1_ref[0] * jnp.sign(value * up)
-      found = jnp.where(present, jnp.stack([d_h * up, d_h * value if gated else d_h, value * up]), 0)
-      of = lambda ref, columns=columns, neuron=neuron: ref[...].astype(jnp.float32)[:, columns][neuron]
-      zero_rows = lambda ref, present=present, of=of: jnp.where(present[:, None], of(ref), 0)
-      d_x = found[1] @ zero_rows(w_up_ref) + (found[0] @ zero_rows(w_gate_ref) if gated else 0)
+      present = jnp.arange(lists.entries.shape[1]) < lists.heads[warp, blocks.ENTRIES]
+      neuron = jnp.where(present, lists.entries[warp] & 0xFFFF, 0).astype(jnp.int32)
+      d_x = jnp.zeros((columns.stop - columns.start,), jnp.float32)
+      for factors, ref in [(lists.factor, w_up_ref)] + [(lists.up, w_gate_ref)] * gated:
+        rows_ED = ref[...].astype(jnp.float32)[:, columns][neuron]
+        d_x += jnp.where(present, factors[warp], 0) @ jnp.where(present[:, None], rows_ED, 0)
 
-      @pl.when(exists)
-      def _(d_x=d_x, token=token, part=part, columns=columns, begin=begin, present=present, neuron=neuron, found=found):
+      @pl.when(token < num_tokens)
+      def _(token=token, columns=columns, d_x=d_x):
         d_x_ref[token, columns] = d_x.astype(dtype)
-        if part == 0:
-          values = neuron, jnp.full_like(neuron, token), *found
-
-          def write(e, _):
-            for ref, listed in zip(out, values):
-              if ref is not None:
-                ref[begin + e] = listed[e]
-
-          jax.lax.fori_loop(0, jnp.sum(present, dtype=jnp.int32), write, None)
 
     return
 
-  smem = [entries_smem, heads_smem, down_smem] + [up_smem] * gated
-  outs = [ref for ref in out if ref is not None]
-  refs = [w_up_ref, first_ref, d_l1_ref, d_x_ref, *smem, *outs] + [w_gate_ref] * gated
+  refs = [d_x_ref, lists.entries, lists.heads, w_up_ref, lists.factor, *[w_gate_ref, lists.up] * gated]
 
   @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT, *[plgpu.RefType()] * len(refs)), return_type=None)
-  def run(ctx, first_token, w_up_ref, first_ref, d_l1_ref, d_x_ref, entries, heads, down, *rest):
+  def run(ctx, first_token, d_x_ref, entries, heads, *pairs):
     del ctx
-    up, rest = (rest[0], rest[1:]) if gated else (None, rest)
-    outs, (w_gate_ref,) = (rest[:-1], rest[-1:]) if gated else (rest, (None,))
     lane, warp, token = blocks.place_of_warp(first_token, team)
-    row = Row(lane, warp, team, ir.MemRefType(d_x_ref.type).element_type)
+    row, keep = Row(lane, warp, team, ir.MemRefType(d_x_ref.type).element_type), blocks.keep_policy()
     exists = arith.cmpi(arith.CmpIPredicate.ult, token, ptx.const(num_tokens))
-    token = blocks.clamped(token, num_tokens)
-    load_f32 = lambda at: ptx.asm((ptx.f32(),), [at], "ld.global.nc.f32 $0, [$1];", "=f,l")
-    d_l1 = load_f32(ptx.global_address(d_l1_ref))
-    begin = ptx.asm(
-      (ptx.i32(),), [ptx.offset(ptx.global_address(first_ref), token, 4)], "ld.global.nc.b32 $0, [$1];", "=r,l"
-    )
-    head = ptx.offset(ptx.shared_address(heads), warp, 4 * blocks.HEAD_WORDS)
-    fits = arith.cmpi(arith.CmpIPredicate.sge, begin, ptx.const(0))
-    count = arith.select(fits, blocks.load_head(head, blocks.ENTRIES), ptx.const(0))
-    first_warp = arith.andi(warp, ptx.const(WARPS - team.warps))
-    writes = arith.andi(
-      arith.andi(exists, arith.cmpi(arith.CmpIPredicate.eq, warp, first_warp)),
-      arith.cmpi(arith.CmpIPredicate.eq, lane, ptx.const(0)),
-    )
-    entry_of = ptx.offset(ptx.shared_address(entries), warp, 4 * capacity)
-    keep = blocks.keep_policy()
-    weights = [row.base(ptx.global_address(ref)) for ref in (w_up_ref, w_gate_ref) if ref is not None]
-
-    def summed(smem, at):
-      parts = []
-      for n in range(team.warps):
-        of_warp = ptx.offset(ptx.shared_address(smem), arith.addi(first_warp, ptx.const(n)), 4 * capacity)
-        parts.append(ptx.asm((ptx.f32(),), [ptx.offset(of_warp, at, 4)], "ld.shared.f32 $0, [$1];", "=f,r"))
-      return total(parts)
+    bases = [row.base(ptx.global_address(ref)) for ref in pairs[::2]]
 
     def step(at, count, acc):
       assert count == 1
-      entry = blocks.load_entry(entry_of, at, 0)
-      neuron = blocks.neuron_of(entry)
-      read = [row.load_weights(base, neuron, keep) for base in weights]
-      value, d_h = row.value(entry), summed(down, at)
-      u = summed(up, at) if gated else None
-      h = arith.mulf(value, u) if gated else value
-      sign = "{.reg .pred p, q; setp.gt.f32 p, $1, 0f00000000; setp.lt.f32 q, $1, 0f00000000;"
-      sign += "mov.f32 $0, 0f00000000; @p mov.f32 $0, 0f3F800000; @q mov.f32 $0, 0fBF800000;}"
-      d_h = fma(d_l1, ptx.asm((ptx.f32(),), [h], sign, "=&f,f", pure=True), d_h)
-      factors = [arith.mulf(d_h, value), arith.mulf(d_h, u)] if gated else [d_h]  # of up, of gate
-      for factor, words in zip(factors, read):
+      neuron = blocks.neuron_of(ptx.load_word(kept_blocks.shared_word(entries, warp, at), ptx.i32()))
+      read = [row.load_weights(base, neuron, keep) for base in bases]
+      for ref, words in zip(pairs[1::2], read):
+        factor = ptx.load_word(kept_blocks.shared_word(ref, warp, at), ptx.f32())
         columns = [column for word in words for column in row.unpack(word)]
         acc = [fma(column, factor, a) for column, a in zip(columns, acc)]
-      place = arith.addi(begin, at)
-      listed = [neuron, token, *reversed(factors), h]
-      for ref, one in zip(outs, listed, strict=True):
-        kind = "f" if one.type == ptx.f32() else "r"
-        address = ptx.offset(ptx.global_address(ref), place, 4)
-        ptx.asm((), [address, one, writes], "@$2 st.global.b32 [$0], $1;", f"l,{kind},b")
       return acc
 
+    count = blocks.load_head(kept_blocks.row_of(heads, warp), blocks.ENTRIES)
     acc = loop(count, 1, step, [ptx.const_f32(0.0)] * (8 * team.loads))
-    row.store(row.start(ptx.global_address(d_x_ref), token), acc, exists)
+    row.store(row.start(ptx.global_address(d_x_ref), blocks.clamped(token, num_tokens)), acc, exists)
     return []
 
   run(first_token, *refs)
+
+
+def _sign(value: ir.Value) -> ir.Value:
+  """-1, 0 or 1; 0 of NaN."""
+  text = "{.reg .pred p, q; setp.gt.f32 p, $1, 0f00000000; setp.lt.f32 q, $1, 0f00000000;"
+  text += "mov.f32 $0, 0f00000000; @p mov.f32 $0, 0f3F800000; @q mov.f32 $0, 0fBF800000;}"
+  return ptx.asm((ptx.f32(),), [value], text, "=&f,f", pure=True)
+
+
+def _mlir_type(dtype) -> ir.Type:
+  return ir.BF16Type.get() if dtype == jnp.bfloat16 else ir.F16Type.get()
 
 
 def sum_tokens(

@@ -1,17 +1,13 @@
-"""The backward pass of the sparse route on Hopper, from the packed gate: no array of M x F, no atomics (TwELL, 3.4).
+"""The backward pass of the sparse route on Hopper, from kept entries: no array of M x F, no atomics (TwELL, 3.4).
 
 Three steps. `token_gradients` goes through each token's entries as the gather does, and writes d_x, and of each entry
-what it multiplies tokens by. A stable sort brings the entries into the order of their neurons. `weight_gradients` adds
-up tokens for each neuron, in segments, since some neurons fire for nearly all of them; `join` adds up the segments.
+what it multiplies tokens by. A stable sort brings the entries into the order of their neurons. `segment_sums` adds up
+tokens for each neuron, in segments, since some neurons fire for nearly all of them; `joined` adds up the segments.
 
-Entries of all tokens lie one after another, and there is room for so many a token in the mean. Rows beyond that, rows
-that overflow, and those that are not finite are for the caller to compute densely (`Found.fits_M`).
-
-Dimension key: M tokens, D model width, F neurons, S words of a tile, E entries, N segments, O gradients of weights.
+Dimension key: M tokens, D model width, F neurons, E entries, N segments.
 """
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -20,16 +16,13 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic
-from pallas_kernels.twell import gather_blocks, gradient_blocks, rows
+from pallas_kernels.twell import gather_blocks, gradient_blocks, kept_blocks, rows
 from pallas_kernels.twell.format import ROW_CAPACITY
-from pallas_kernels.twell.gradient_blocks import Entries
+from pallas_kernels.twell.gradient_blocks import Entries, Scratch
+from pallas_kernels.twell.kept import Kept
 
-_ROOM = 0.016  # entries a token, as a share of F: a little more than where dense products are faster
-_LEAST_ROOM = 32
 _SEGMENT = 512  # entries that one block adds up
 _JOINED = 32  # neurons whose segments one block adds up
-
-
 _search = functools.partial(jnp.searchsorted, method="scan_unrolled")  # a loop would not stay in a CUDA graph
 
 
@@ -38,15 +31,17 @@ class Found(NamedTuple):
   d_gate_FD: jax.Array | None  # float32, as the next two
   d_up_FD: jax.Array
   d_down_FD: jax.Array
-  fits_M: jax.Array  # bool[M]: the other rows are not in any of these
+  fits_M: jax.Array  # bool[M]: the other rows are not in the gradients of weights, and their d_x means nothing
 
 
-def gradients(x_MD, words_MTS, w_gate_FD, w_up_FD, w_down_FD, d_y_MD, d_l1, *, interpret: bool = False) -> Found:
+def gradients(x_MD, kept: Kept, w_gate_FD, w_up_FD, w_down_FD, d_y_MD, d_l1, *, interpret: bool = False) -> Found:
   """Gradients of all rows that fit; the caller has checked shapes and dtypes.
+
+  Rows that have no place, and those that are not finite, are for the caller to compute densely.
 
   Args:
     x_MD: tokens.
-    words_MTS: their packed gate; without a gate the packed up projection.
+    kept: of the forward pass.
     w_gate_FD: None for the non-gated block.
     w_up_FD: row n belongs to neuron n.
     w_down_FD: likewise.
@@ -55,79 +50,63 @@ def gradients(x_MD, words_MTS, w_gate_FD, w_up_FD, w_down_FD, d_y_MD, d_l1, *, i
     interpret: run in Mosaic's interpreter.
   """
   num_neurons = w_up_FD.shape[0]
-  first_M, total, room = _places(x_MD, d_y_MD, words_MTS, num_neurons)
+  fits_M = kept.places.first_M >= 0
+  for a_MD in (x_MD, d_y_MD):
+    fits_M &= jnp.all(jnp.isfinite(a_MD), axis=1)
   d_x_MD, entries = token_gradients(
-    x_MD, words_MTS, w_gate_FD, w_up_FD, w_down_FD, d_y_MD, d_l1, first_M, room=room, interpret=interpret
+    kept, fits_M.astype(jnp.int32), w_gate_FD, w_up_FD, w_down_FD, d_y_MD, d_l1, interpret=interpret
   )
-  present_E = jnp.arange(room) < total
+  place_E = jnp.arange(len(entries.neuron), dtype=jnp.int32)
+  neuron_E = jnp.where(place_E < kept.places.total, entries.neuron, num_neurons)
   # Stable, so that a neuron's tokens stay in their order.
-  neuron_E, order_E = lax.sort(
-    (jnp.where(present_E, entries.neuron, num_neurons), jnp.arange(room, dtype=jnp.int32)), num_keys=1, is_stable=True
-  )
+  neuron_E, order_E = lax.sort((neuron_E, place_E), num_keys=1, is_stable=True)
   entries = jax.tree.map(lambda a_E: a_E[order_E], entries)
   bounds = _search(neuron_E, jnp.arange(num_neurons + 1, dtype=jnp.int32)).astype(jnp.int32)
   sums = _weight_gradients(x_MD, d_y_MD, entries, bounds, interpret)
   d_gate_FD = sums[0] if w_gate_FD is not None else None
-  return Found(d_x_MD, d_gate_FD, sums[-2], sums[-1], first_M >= 0)
-
-
-def _places(x_MD, d_y_MD, words_MTS, num_neurons: int) -> tuple[jax.Array, jax.Array, int]:
-  """(where each token's entries begin, -1 for one that does not fit; their number; how many there is room for)."""
-  num_tokens, tiles, words = words_MTS.shape
-  counts_MT = words_MTS[:, :, 0].astype(jnp.int32)
-  counts_M = jnp.sum(counts_MT, axis=1)
-  row_capacity = min(tiles * (words - 1), ROW_CAPACITY)
-  fits_M = jnp.all(counts_MT < words, axis=1) & (counts_M <= row_capacity)
-  for a_MD in (x_MD, d_y_MD):
-    fits_M &= jnp.all(jnp.isfinite(a_MD), axis=1)
-  a_token = min(max(math.ceil(_ROOM * num_neurons), _LEAST_ROOM), row_capacity)
-  room = -(-num_tokens * a_token // mosaic.LANES) * mosaic.LANES
-  upto_M = jnp.cumsum(jnp.where(fits_M, counts_M, 0))
-  fits_M &= upto_M <= room  # from the first that does not find room on: none
-  upto_M = jnp.where(fits_M, upto_M, 0)
-  return jnp.where(fits_M, upto_M - counts_M, -1), jnp.max(upto_M, initial=0), room
+  return Found(d_x_MD, d_gate_FD, sums[-2], sums[-1], fits_M)
 
 
 def token_gradients(
-  x_MD, words_MTS, w_gate_FD, w_up_FD, w_down_FD, d_y_MD, d_l1, first_M, *, room: int, interpret: bool = False
+  kept: Kept, takes_part_M, w_gate_FD, w_up_FD, w_down_FD, d_y_MD, d_l1, *, interpret: bool = False
 ) -> tuple[jax.Array, Entries]:
-  """(d_x_MD, entries); first_M says where a token's entries go, -1 that its d_x is 0 and it writes none."""
-  (num_tokens, width), (_, tiles, words) = x_MD.shape, words_MTS.shape
-  team, gated = rows.Team.for_width(width), w_gate_FD is not None
-  capacity = min(tiles * (words - 1), ROW_CAPACITY)
+  """(d_x_MD, entries at their kept places); takes_part_M i32[M], 0 where only a token's place is filled."""
+  (num_tokens, width), num_entries, gated = d_y_MD.shape, len(kept.lists.entries_E), w_gate_FD is not None
+  team = rows.Team.for_width(width)
   kinds = [jnp.int32, jnp.int32, *[jnp.float32] * (2 + gated)]
 
-  def body(x_ref, d_y_ref, words_ref, w_gate_ref, w_up_ref, w_down_ref, first_ref, d_l1_ref, d_x_ref, *rest):
-    outs, (entries_smem, heads_smem, down_smem, *up_smem) = rest[: len(kinds)], rest[len(kinds) :]
+  def body(kept_refs, takes_part_ref, w_gate_ref, w_up_ref, w_down_ref, d_y_ref, d_l1_ref, d_x_ref, *rest):
+    out, scratch = _entries(rest[: len(kinds)]), rest[len(kinds) :]
+    lists = Scratch(*scratch) if gated else Scratch(*scratch[:2], None, *scratch[2:])
     first = lax.axis_index("team") * team.tokens
-    gather_blocks.list_entries(words_ref, first, entries_smem, heads_smem, team, words=words, interpret=interpret)
-    products = [(d_y_ref, w_down_ref, down_smem)] + [(x_ref, w_up_ref, smem) for smem in up_smem]
-    for a_ref, w_ref, smem in products:
-      gather_blocks.multiply_rows(
-        a_ref, w_ref, first, entries_smem, heads_smem, smem, team, unroll=1, interpret=interpret
-      )
-    gradient_blocks.add_gradient_rows(
-      w_gate_ref, w_up_ref, first_ref, d_l1_ref, first, entries_smem, heads_smem, up_smem[0] if gated else None,
-      down_smem, d_x_ref, _entries(outs), team, interpret=interpret,
+    kept_blocks.load_lists(kept_refs, first, lists.entries, lists.up, lists.heads, team, interpret=interpret)
+    gather_blocks.multiply_rows(
+      d_y_ref, w_down_ref, first, lists.entries, lists.heads, lists.down, team, unroll=1, interpret=interpret
+    )
+    first_ref = kept_refs.places.first_M
+    gradient_blocks.find_factors(
+      first_ref, takes_part_ref, d_l1_ref, first, lists, out, d_x_ref.dtype, w_up_ref.shape[0], team,
+      interpret=interpret,
     )  # fmt: skip
+    gradient_blocks.add_factored_rows(w_gate_ref, w_up_ref, first, lists, d_x_ref, team, interpret=interpret)
 
-  dots = plgpu.SMEM((rows.WARPS, capacity), jnp.float32)
+  floats = plgpu.SMEM((rows.WARPS, ROW_CAPACITY), jnp.float32)
   d_x_MD, *found = mosaic.kernel(
     body,
-    out_type=(jax.ShapeDtypeStruct(x_MD.shape, x_MD.dtype), *(jax.ShapeDtypeStruct((room,), kind) for kind in kinds)),
+    out_type=(
+      jax.ShapeDtypeStruct(d_y_MD.shape, d_y_MD.dtype),
+      *(jax.ShapeDtypeStruct((num_entries,), kind) for kind in kinds),
+    ),
     grid=(-(-num_tokens // team.tokens),),
     grid_names=("team",),
     scratch_types=[
-      plgpu.SMEM((rows.WARPS, capacity), jnp.uint32),
+      plgpu.SMEM((rows.WARPS, ROW_CAPACITY), jnp.uint32),
       plgpu.SMEM((rows.WARPS, gather_blocks.HEAD_WORDS), jnp.int32),
-      *[dots] * (1 + gated),
+      *[floats] * (2 + gated),
     ],
     kernel_name="twell_token_gradients",
     interpret=interpret,
-  )(
-    x_MD, d_y_MD, words_MTS.reshape(num_tokens, tiles * words), w_gate_FD, w_up_FD, w_down_FD, first_M,
-    d_l1.reshape(1).astype(jnp.float32),
-  )  # fmt: skip
+  )(kept, takes_part_M, w_gate_FD, w_up_FD, w_down_FD, d_y_MD, d_l1.reshape(1).astype(jnp.float32))
   return d_x_MD, _entries(found)
 
 

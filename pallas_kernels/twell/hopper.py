@@ -19,8 +19,10 @@ from pallas_kernels.twell import (
   reference,
   routing,
 )
+from pallas_kernels.twell import kept as kept_lists
 from pallas_kernels.twell.format import Spec, Twell
 from pallas_kernels.twell.gradients import Weights
+from pallas_kernels.twell.kept import Kept
 from pallas_kernels.twell.reference import Sums
 from pallas_kernels.twell.routing import DENSE, SPARSE
 
@@ -64,10 +66,10 @@ def feedforward(
   with_active: bool,
   keep: bool,
   interpret: bool,
-) -> tuple[jax.Array, Sums, jax.Array, jax.Array | None]:
-  """Returns y_MD, sums over the tokens, i32[] the route, and words_MTS; the caller has checked all arguments.
+) -> tuple[jax.Array, Sums, jax.Array, Kept | None]:
+  """Returns y_MD, sums over the tokens, i32[] the route, and what is kept; the caller has checked all arguments.
 
-  words_MTS is None unless it is to be kept, and means nothing where the dense route was taken.
+  What is kept is None unless asked for, and means nothing where the dense route was taken.
 
   Args:
     x_MD: tokens.
@@ -79,14 +81,16 @@ def feedforward(
     density_hint: for "auto".
     hot: neurons at the start that are computed densely.
     with_active: also say which neurons fired.
-    keep: return the packed gate, too; of more than `routing.FEW_TOKENS` tokens.
+    keep: what `backward` needs; of more than `routing.FEW_TOKENS` tokens, and without hot neurons. Tokens for which it
+      finds no room then count as overflowing, too.
     interpret: run the kernels in Mosaic's interpreter.
   """
   weights = w_gate_FD, w_up_FD, w_down_FD
   sparse: Callable = functools.partial(
     _sparse, spec=spec, hot=hot, with_active=with_active, keep=keep, interpret=interpret
   )
-  dense = functools.partial(_dense, with_active=with_active, words=_words(x_MD, w_up_FD, spec) if keep else None)
+  nothing = _nothing(x_MD, w_up_FD, gated=w_gate_FD is not None) if keep else None
+  dense = functools.partial(_dense, with_active=with_active, kept=nothing)
   few = x_MD.shape[0] <= routing.FEW_TOKENS
   if few:
     decode = functools.partial(decode_hopper.feedforward, with_active=with_active, interpret=interpret)
@@ -108,14 +112,14 @@ def feedforward(
 
 
 def backward(
-  x_MD, weights: Weights, words_MTS, d_y_MD, d_l1, *, always_sparse: bool, taken, interpret: bool
+  x_MD, weights: Weights, kept: Kept, d_y_MD, d_l1, *, always_sparse: bool, taken, interpret: bool
 ) -> tuple[jax.Array, Weights]:
   """(d_x_MD, float32 gradients of the weights), by the route that was taken; all rows are in them.
 
   Args:
     x_MD: tokens.
     weights: gate or None, up, down.
-    words_MTS: what the forward pass kept.
+    kept: of the forward pass.
     d_y_MD: cotangent of y.
     d_l1: f32[], cotangent of the sum of |h|.
     always_sparse: whether there was no other route.
@@ -124,7 +128,7 @@ def backward(
   """
 
   def sparse(*arrays):
-    found = gradient_hopper.gradients(x_MD, words_MTS, *weights, d_y_MD, d_l1, interpret=interpret)
+    found = gradient_hopper.gradients(x_MD, kept, *weights, d_y_MD, d_l1, interpret=interpret)
     d_weights = found.d_gate_FD, found.d_up_FD, found.d_down_FD
     return routing.add_misfit_gradients(x_MD, weights, ~found.fits_M, d_y_MD, d_l1, found.d_x_MD, d_weights)
 
@@ -133,23 +137,24 @@ def backward(
   return jax.lax.cond(taken == SPARSE, sparse, lambda: gradients.dense(x_MD, weights, d_y_MD, d_l1))
 
 
-def _words(x_MD: jax.Array, firing_FD: jax.Array, spec: Spec) -> jax.Array:
-  """Zeros of the shape that a packed matrix has."""
-  words_MTS = jnp.zeros((x_MD.shape[0], spec.tiles(firing_FD.shape[0]), spec.words), jnp.uint32)
+def _nothing(x_MD: jax.Array, firing_FD: jax.Array, *, gated: bool) -> Kept:
+  """What the dense route keeps."""
+  num_tokens = x_MD.shape[0]
+  zeros = kept_lists.nothing(num_tokens, kept_lists.room(num_tokens, firing_FD.shape[0]), gated=gated)
   # Both branches of a cond must vary over the same mesh axes, and a constant varies over none.
-  varying = jax.typeof(x_MD).mat.varying | jax.typeof(firing_FD).mat.varying
-  return jax.lax.pcast(words_MTS, tuple(varying), to="varying") if varying else words_MTS
+  varying = tuple(jax.typeof(x_MD).mat.varying | jax.typeof(firing_FD).mat.varying)
+  return jax.tree.map(lambda a: jax.lax.pcast(a, varying, to="varying"), zeros) if varying else zeros
 
 
-def _dense(x_MD, w_gate_FD, w_up_FD, w_down_FD, *, with_active, words) -> tuple[jax.Array, Sums, jax.Array | None]:
+def _dense(x_MD, w_gate_FD, w_up_FD, w_down_FD, *, with_active, kept) -> tuple[jax.Array, Sums, Kept | None]:
   y_MD, sums = reference.feedforward(x_MD, w_gate_FD, w_up_FD, w_down_FD, spec=None, hot=0, with_active=with_active)
   # Both branches of a cond must vary over the same mesh axes, and a constant varies over none.
-  return y_MD, sums._replace(overflow_rows=jnp.zeros_like(sums.l0, jnp.int32)), words
+  return y_MD, sums._replace(overflow_rows=jnp.zeros_like(sums.l0, jnp.int32)), kept
 
 
 def _sparse(
   x_MD, w_gate_FD, w_up_FD, w_down_FD, *, spec, hot, with_active, keep, interpret
-) -> tuple[jax.Array, Sums, jax.Array | None]:
+) -> tuple[jax.Array, Sums, Kept | None]:
   gated = w_gate_FD is not None
   firing_FD = w_gate_FD if gated else w_up_FD
   words = pack_hopper.pack(x_MD, firing_FD, spec, first=hot, interpret=interpret)
@@ -160,8 +165,17 @@ def _sparse(
     start_MD = jnp.einsum("MF,FD->MD", h_MH, w_down_FD[:hot])
     hot_l1_M = jnp.sum(jnp.abs(h_MH), axis=1, dtype=jnp.float32)
     hot_l0_M = jnp.sum(firing_MH != 0, axis=1, dtype=jnp.int32)
-  y_MD, l1_M, counts_M = gather_hopper.gather(
-    x_MD, words, w_up_FD if gated else None, w_down_FD, start_MD, interpret=interpret
+  room = kept_lists.room(x_MD.shape[0], firing_FD.shape[0]) if keep else 0
+  places = kept_lists.places(words, room) if keep else None
+  y_MD, l1_M, counts_M, lists = gather_hopper.gather(
+    x_MD,
+    words,
+    w_up_FD if gated else None,
+    w_down_FD,
+    start_MD,
+    None if places is None else places.first_M,
+    room=room,
+    interpret=interpret,
   )
   misfit_M = counts_M < 0
   if hot:
@@ -178,4 +192,8 @@ def _sparse(
     active_F=active_F,
   )
   weights = w_gate_FD, w_up_FD, w_down_FD
-  return *routing.compute_misfits(x_MD, weights, misfit_M, y_MD, sums), words if keep else None
+  y_MD, sums = routing.compute_misfits(x_MD, weights, misfit_M, y_MD, sums)
+  if places is None:
+    return y_MD, sums, None
+  dense_M = misfit_M | (places.first_M < 0)
+  return y_MD, sums._replace(overflow_rows=jnp.sum(dense_M, dtype=jnp.int32)), Kept(places, lists)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels import twell
 from sparse_lm.config import ModelConfig, PrecisionConfig
 from sparse_lm.models.attention import Attention, rotary_angles
 from sparse_lm.models.embedding import embed
@@ -22,7 +23,12 @@ from sparse_lm.precision.recipes import RECIPES, Recipe
 
 def _remat(policy: str) -> tuple[Callable, Callable]:
   """(wrapper of the whole block, wrapper of its parts around attention) for a named rematerialisation policy."""
-  keep_dots = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
+  policies = jax.checkpoint_policies
+  # What sparse blocks keep takes the place of the results of their projections.
+  of_sparse = policies.save_only_these_names(twell.KEPT)
+  keep_dots = functools.partial(
+    jax.checkpoint, policy=policies.save_from_both_policies(policies.dots_saveable, of_sparse)
+  )
   identity = lambda f: f
   wrappers: dict[str, tuple[Callable, Callable]] = {
     "none": (identity, identity),  # keeps whatever the backward pass reads

@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 import twell_oracle
 
-from pallas_kernels import twell
-from pallas_kernels.twell import api, gradients, routing
+from pallas_kernels import device, twell
+from pallas_kernels.twell import api, gradients, kept, routing
 
 # The interpreter takes seconds for a call: it runs one case of each kind, the other tests leave it out.
 without_interpreter = pytest.mark.parametrize(
@@ -529,14 +529,65 @@ class TestDerivatives:
     self.assert_gradients(run, problem, implementation=implementation, route="sparse")
 
   @interpreter_is_slow
-  @pytest.mark.parametrize("room", [1, 2])
-  def test_entries_for_which_there_is_no_room(self, run, implementation, room, monkeypatch):
-    """The tokens behind the last that finds room are computed densely."""
-    from pallas_kernels.twell import gradient_hopper
+  @pytest.mark.parametrize("missing", [0, 1, 200])
+  def test_entries_for_which_there_is_no_room(self, run, implementation, missing, monkeypatch):
+    """The tokens behind the last that finds room are computed densely, and counted."""
+    problem = draw(80, 130, 128, 128, density=np.full(128, 0.02)).with_rows(empty=[0, 129])
+    upto_M = np.cumsum(problem.expected[2].sum(axis=1))
+    room = int(upto_M[-1]) - missing
+    monkeypatch.setattr(kept, "room", lambda num_tokens, num_neurons: room)
+    d_y_MD = np.random.default_rng(7).normal(size=problem.x_MD.shape).astype(problem.x_MD.dtype)
+    found, (_, stats) = self.gradients(run, problem, d_y_MD, 20.0, implementation=implementation, route="sparse")
+    for d, wanted in zip(found, twell_oracle.gradients(*dataclasses.astuple(problem), d_y_MD, 20.0), strict=True):
+      assert relative_error(d.astype(np.float64), wanted) <= 1e-2
+    if implementation != "reference":
+      assert stats.overflow_rows == (upto_M > room).sum()
+      assert (stats.overflow_rows == 0) == (missing == 0)
 
-    monkeypatch.setattr(gradient_hopper, "_LEAST_ROOM", room)
-    problem = draw(80, 130, 128, 128, density=np.full(128, 0.02))
+  @interpreter_is_slow
+  @gated_or_not
+  @pytest.mark.parametrize("width", [2176, 4224])
+  def test_tokens_that_warps_share(self, run, implementation, width, gated):
+    problem = draw(82, 66, width, 128, gated=gated).with_rows(full=[3], empty=[65])
     self.assert_gradients(run, problem, implementation=implementation, route="sparse")
+
+  @interpreter_is_slow
+  @pytest.mark.parametrize("spoilt", ["x", "d_y"])
+  def test_a_row_that_is_not_finite_spoils_no_other(self, run, implementation, spoilt):
+    """Neither its entries nor its place among them: the weights' gradients are NaN, as those of the dense block."""
+    problem, d_y_MD = draw(83, 70, 128, 128), np.ones((70, 128), np.float32)
+    expected = twell_oracle.gradients(*dataclasses.astuple(problem), d_y_MD, 1.0)[0]
+    if spoilt == "x":
+      problem = problem.with_rows(inf=[4])
+    d_y_MD[4, 7] = np.nan if spoilt == "d_y" else 1
+    (d_x_MD, *d_weights), _ = self.gradients(run, problem, d_y_MD, 1.0, implementation=implementation, route="sparse")
+    others = np.arange(70) != 4
+    assert relative_error(d_x_MD[others].astype(np.float64), expected[others]) <= 1e-2
+    assert not np.isfinite(d_x_MD[4].astype(np.float64)).all()
+    assert not np.isfinite(d_weights[2].astype(np.float64)).all()
+
+  @pytest.mark.parametrize(
+    ("policy", "packs"),
+    [
+      (jax.checkpoint_policies.nothing_saveable, 2),
+      (jax.checkpoint_policies.dots_saveable, 2),
+      (jax.checkpoint_policies.save_only_these_names(twell.KEPT), 1),
+    ],
+  )
+  @pytest.mark.parametrize("route", ["sparse", "auto"])
+  def test_what_is_kept_is_not_computed_again(self, policy, packs, route, monkeypatch):
+    """As the program says that a GPU would run."""
+    monkeypatch.setattr(device, "missing_hopper", lambda: None)
+    monkeypatch.setattr(device, "num_sms", lambda: 132)
+    arrays = tuple(jnp.asarray(a) for a in draw(84, 70, 128, 128).arrays)
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def loss(*arrays):
+      y_MD, stats = twell.gated_feedforward(*arrays, route=route, implementation="hopper")
+      return jnp.sum(y_MD, dtype=jnp.float32) + stats.l1
+
+    lowered = jax.jit(jax.value_and_grad(loss, argnums=range(4))).trace(*arrays).lower(lowering_platforms=("cuda",))
+    assert len(re.findall(r"call @pack(_\d+)?\(", lowered.as_text())) == packs
 
   @interpreter_is_slow
   @pytest.mark.parametrize("hint", [0.001, 0.9])

@@ -168,7 +168,7 @@ class Call:
   def gather(self, run, interpret, x_MD, words, w_up_FD, w_down_FD, start_MD):
     config = gather_hopper.Config(dots_unroll=self.unroll, sums_unroll=self.unroll)
     arrays = x_MD, words, w_up_FD if self.gated else None, w_down_FD, start_MD if self.started else None
-    return run(functools.partial(gather_hopper.gather, config=config, interpret=interpret), *arrays)
+    return run(functools.partial(gather_hopper.gather, config=config, interpret=interpret), *arrays)[:3]
 
 
 def integers(rng, *shape, low=-2, high=2):
