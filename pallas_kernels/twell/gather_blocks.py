@@ -229,7 +229,8 @@ def add_rows(
       words = row.load(row.start(ptx.global_address(start_ref), safe_token), "ld.global.cs.v4.b32")
       acc = [value for word in words for value in row.unpack(word)]
     l1, *acc = loop(load_head(head, ENTRIES), unroll, step, [ptx.const_f32(0.0), *acc])
-    row.store(row.start(ptx.global_address(out_ref), safe_token), acc, exists)
+    fits = arith.cmpi(arith.CmpIPredicate.eq, load_head(head, MISFIT), ptx.const(0))
+    row.store(row.start(ptx.global_address(out_ref), safe_token), acc, arith.andi(exists, fits))
 
     part = arith.subi(warp, first_warp_of(warp, team))
     first_lane = arith.andi(exists, arith.cmpi(arith.CmpIPredicate.eq, lane, ptx.const(0)))
@@ -238,7 +239,6 @@ def add_rows(
     ptx.asm((), [at, l1, writes_l1], "@$2 st.global.f32 [$0], $1;", "l,f,b")
     count = arith.addi(arith.muli(safe_token, ptx.const(team.warps)), part)
     at = ptx.offset(ptx.global_address(counts_ref), count, 4)
-    fits = arith.cmpi(arith.CmpIPredicate.eq, load_head(head, MISFIT), ptx.const(0))
     value = arith.select(fits, load_head(head, COUNT), ptx.const(0xFFFFFFFF))
     ptx.asm((), [at, value, first_lane], "@$2 st.global.b32 [$0], $1;", "l,r,b")
     return []

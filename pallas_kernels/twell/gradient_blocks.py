@@ -60,11 +60,11 @@ def find_factors(
       token, part = first_token + warp // team.warps, warp % team.warps
       own, entries = jnp.minimum(token, num_tokens - 1), lists.entries[warp]
       value = jax.lax.bitcast_convert_type((entries >> 16).astype(jnp.uint16), dtype).astype(jnp.float32)
-      up = lists.up[warp] if gated else jnp.ones_like(value)
+      up = jnp.ones_like(value) if lists.up is None else lists.up[warp]
       d_h = sum(lists.down[warp - part + n] for n in range(team.warps)) + d_l1_ref[0] * jnp.sign(value * up)
       of_gate, of_up = d_h * up, d_h * value if gated else d_h
       lists.factor[warp] = of_up
-      if gated:
+      if lists.up is not None:
         lists.up[warp] = of_gate
       if part == 0:
         neuron = jnp.where(takes_part_ref[own] != 0, (entries & 0xFFFF).astype(jnp.int32), num_neurons)
@@ -129,9 +129,10 @@ def add_factored_rows(
       present = jnp.arange(lists.entries.shape[1]) < lists.heads[warp, blocks.ENTRIES]
       neuron = jnp.where(present, lists.entries[warp] & 0xFFFF, 0).astype(jnp.int32)
       d_x = jnp.zeros((columns.stop - columns.start,), jnp.float32)
-      for factors, ref in [(lists.factor, w_up_ref)] + [(lists.up, w_gate_ref)] * gated:
-        rows_ED = ref[...].astype(jnp.float32)[:, columns][neuron]
-        d_x += jnp.where(present, factors[warp], 0) @ jnp.where(present[:, None], rows_ED, 0)
+      for factors, ref in ((lists.factor, w_up_ref), (lists.up, w_gate_ref)):
+        if factors is not None:
+          rows_ED = jnp.where(present[:, None], ref[...].astype(jnp.float32)[:, columns][neuron], 0)
+          d_x += jnp.where(present, factors[warp], 0) @ rows_ED
 
       @pl.when(token < num_tokens)
       def _(token=token, columns=columns, d_x=d_x):

@@ -73,8 +73,9 @@ def load_lists(kept: Kept, first_token, entries_smem, up_smem, heads_smem, team:
       count = jnp.where(present, counts_ref[jnp.minimum(token, num_tokens - 1)], 0)
       at = jnp.arange(capacity)
       place = jnp.clip(begin + at, 0, kept.lists.entries_E.shape[0] - 1)
-      for ref, smem in [(kept.lists.entries_E, entries_smem)] + [(kept.lists.up_E, up_smem)] * gated:
-        smem[warp] = jnp.where(at < count, ref[...][place], 0)
+      for ref, smem in ((kept.lists.entries_E, entries_smem), (kept.lists.up_E, up_smem)):
+        if ref is not None:
+          smem[warp] = jnp.where(at < count, ref[...][place], 0)
       heads_smem[warp] = jnp.zeros((blocks.HEAD_WORDS,), jnp.int32).at[blocks.ENTRIES].set(count)
     return
 

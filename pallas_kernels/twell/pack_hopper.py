@@ -4,7 +4,8 @@ Persistent clusters of two blocks take tiles of 256 rows x 256 columns, 128 rows
 share the tile of w. A third warpgroup loads. A tile's results become 16-bit values in registers at once; counting and
 storing them happens between the asynchronous wgmmas of the next tile, so the tensor cores do not wait for it.
 
-Tiles go column by column through a few row blocks, so that x is read from memory once and w stays in L2.
+Tiles go column by column through a group of row blocks: what the SMs work on at a time is nearly square, so that little
+of x and w is wanted from L2, and x is read from memory once.
 
 Dimension key: M tokens, D model width, F neurons, S words of a tile.
 """
@@ -35,10 +36,13 @@ _SMS_OF_A_TEST = 4  # the interpreter has no device to ask
 class Config:
   words: int  # of a tile of the result
   stages: int  # steps of operands on their way
+  group: int = 8  # pairs of row blocks that go through the columns together
 
   def __post_init__(self):
     if self.stages < 2:
       raise ValueError(f"twell.pack Config.stages={self.stages} must be at least 2: one arrives while one is used")
+    if self.group < 1:
+      raise ValueError(f"twell.pack Config.group={self.group} must be positive")
     mosaic.check_smem(f"twell.pack {self}", self.smem_bytes)
 
   @property
@@ -153,7 +157,10 @@ def _kernel(
   def place(n):
     """(first row, tile) of this block's n-th tile."""
     linear = n * clusters + cluster
-    return (lax.div(linear, tiles) * 2 + block) * _ROWS, lax.rem(linear, tiles)
+    group = lax.div(linear, config.group * tiles)
+    first_block = group * config.group
+    rows, within = jnp.minimum(blocks - first_block, config.group), linear - first_block * tiles
+    return ((first_block + lax.rem(within, rows)) * 2 + block) * _ROWS, lax.div(within, rows)
 
   def load():
     plgpu.set_max_registers(24, action="decrease")

@@ -19,8 +19,8 @@ from pallas_kernels.twell.reference import Sums
 
 DENSE, SPARSE = 0, 1  # what Stats.route says
 FEW_TOKENS = 64  # at most so many are served by kernels of their own, which pack nothing
-_SAMPLED_SHARE = 128  # one row of so many is looked at
-_MIN_SAMPLE = 64
+_SAMPLED_SHARE = 128  # one row of so many is looked at,
+_SAMPLE = 64, 256  # no fewer and no more
 # Where the rows of all active neurons cost as much as the products that they replace: L2 at 8.7 TB/s against tensor
 # cores at 700 TFLOP/s, whatever D and F are. Measured on an H200: 1.25 % at 16384 tokens, 1.4 % at 131072.
 _PAYS_BELOW = 0.0125
@@ -34,7 +34,7 @@ _RUNGS = (512, 4096, 24576)
 
 def sample_rows(num_tokens: int) -> np.ndarray:
   """i32[S]: rows whose gate speaks for all; one from each of S equal parts, at places without a period."""
-  size = min(num_tokens, max(_MIN_SAMPLE, num_tokens // _SAMPLED_SHARE))
+  size = min(num_tokens, int(np.clip(num_tokens // _SAMPLED_SHARE, *_SAMPLE)))
   golden = (np.arange(size) * 0.6180339887498949) % 1.0
   return np.minimum((np.arange(size) + golden) * num_tokens / size, num_tokens - 1).astype(np.int32)
 

@@ -40,9 +40,13 @@ class TestConfigs:
     with pytest.raises(ValueError, match=rf"Config\.stages={stages} must be at least 2"):
       pack_hopper.Config(words=32, stages=stages)
 
+  def test_a_pack_without_a_group_of_rows_is_refused(self):
+    with pytest.raises(ValueError, match=r"Config\.group=0 must be positive"):
+      pack_hopper.Config(words=32, stages=4, group=0)
+
   @pytest.mark.parametrize(("words", "stages", "needed"), [(32, 5, 262224), (128, 4, 262208)])
   def test_a_pack_that_does_not_fit_is_refused_with_both_numbers(self, words, stages, needed):
-    said = rf"Config\(words={words}, stages={stages}\) needs {needed} bytes of shared memory, .* has 232448"
+    said = rf"Config\(words={words}, stages={stages}, group=8\) needs {needed} bytes of shared memory, .* has 232448"
     with pytest.raises(ValueError, match=said):
       pack_hopper.Config(words=words, stages=stages)
 
@@ -147,6 +151,7 @@ class Call:
   compression: int = 8
   first: int = 0
   stages: int | None = None
+  group: int | None = None  # of pack
   gated: bool = True
   started: bool = False
   unroll: int = 1
@@ -161,7 +166,8 @@ class Call:
     return np.random.default_rng(self.M + self.D + self.F)
 
   def pack(self, run, interpret, x_MD, w_FD):
-    config = self.stages and pack_hopper.Config(words=self.spec.words, stages=self.stages)
+    given = {name: value for name in ("stages", "group") if (value := getattr(self, name)) is not None}
+    config = dataclasses.replace(pack_hopper.Config.for_spec(self.spec), **given)
     options = dict(spec=self.spec, first=self.first, config=config, interpret=interpret)
     return run(functools.partial(pack_hopper.pack, **options), x_MD, w_FD)
 
@@ -222,6 +228,7 @@ def words_of_bits(mask):
 # Two clusters work in the interpreter: they get two tiles each, and two and one. A step has 64 features.
 PACKS = {
   "two_steps_in_four_stages": Call(M=300, F=384),
+  "three_pairs_of_rows_in_groups_of_two": Call(M=600, F=384, group=2),
   "six_steps_in_three_stages": Call(M=1, D=384, F=768, first=128, compression=2, dtype=np.float16),
 }
 LARGER_PACKS = {
