@@ -3,8 +3,9 @@
 python -m experiments.bench_ffn --what=inference --record=runs/ffn
 python -m experiments.bench_ffn --what=trained --model=runs/wide --text=held_out.txt --record=runs/ffn_trained
 
-inference: inputs of a known density (`pallas_kernels/twell/shapes.py`). trained: the layers of a trained model on text,
-as they are, and pruned and sorted. `experiments/ffn_measurement.py` says what is compared, and how it is timed.
+inference: inputs of a known density (`pallas_kernels/twell/shapes.py`). training: forward and backward of such inputs.
+trained: the layers of a trained model on text, as they are, and pruned and sorted. `experiments/ffn_measurement.py` and
+`ffn_training.py` say what is compared, and how it is timed.
 
 Dimension key: M tokens, D model width.
 """
@@ -18,6 +19,7 @@ import jax
 from absl import flags
 
 from experiments import ffn_measurement as measurement
+from experiments import ffn_training
 from experiments.ffn_measurement import Json, Problem
 from experiments.ffn_tables import table
 from pallas_kernels import device
@@ -28,8 +30,8 @@ from sparse_lm.errors import UserError
 from sparse_lm.flags import run
 
 flags.declare_key_flag("record")
-_CASES = cases_flag()  # of inference, such as density,pattern/trained
-_WHAT = flags.DEFINE_list("what", None, "what to measure: inference, trained")
+_CASES = cases_flag()  # of drawn inputs, such as density,pattern/trained
+_WHAT = flags.DEFINE_list("what", None, "what to measure: inference, training, trained")
 _MODEL = flags.DEFINE_string("model", None, "trained: folder of a run, WORKDIR/checkpoints/STEP, or a HF folder")
 _TEXT = flags.DEFINE_string("text", None, "trained: file, folder or glob of .txt, .jsonl, .parquet, or several")
 _TOKENS = flags.DEFINE_integer(
@@ -37,7 +39,7 @@ _TOKENS = flags.DEFINE_integer(
 )
 _REPEATS = flags.DEFINE_integer("repeats", 9, "samples of a time, of which the median counts", lower_bound=1)
 
-_KINDS = ("inference", "trained")
+_KINDS = ("inference", "training", "trained")
 _DECODE_LAYERS = 8  # of weights, ten times what L2 holds, so that each is read from memory
 _DECODE_ROUNDS = 8  # a call of 64 blocks is long beside its dispatch
 
@@ -51,6 +53,7 @@ class Case:
   sort: bool = False  # drop neurons that never fire, and bring those that fire most to the front
   layers: int = 1  # with weights of their own, one after another
   rounds: int = 1  # of all layers in a call
+  training: bool = False  # forward and backward
 
 
 def main(argv: list[str]) -> None:
@@ -74,18 +77,21 @@ def _asked_cases() -> dict[str, Case]:
   """Returns the cases of drawn inputs, none for trained ones alone; refuses flags that do not fit together."""
   if not _WHAT.value or not RECORD.value:
     raise UserError(
-      "--what=inference or --what=trained, and --record=FOLDER are needed; name a new folder, such as --record=runs/ffn"
+      f"--what={', '.join(_KINDS)} (one or several) and --record=FOLDER are needed; name a new folder, such as"
+      " --record=runs/ffn"
     )
   if bad := [what for what in _WHAT.value if what not in _KINDS]:
     raise UserError(f"--what={bad[0]!r} is none of {', '.join(_KINDS)}")
   if "trained" in _WHAT.value and not (_MODEL.value and _TEXT.value):
     raise UserError("--what=trained needs --model=RUN_FOLDER and --text=FILES")
-  flags_of = {"inference": ("cases",), "trained": ("model", "text", "tokens")}
-  for what, names in flags_of.items():
+  flags_of = {("inference", "training"): ("cases",), ("trained",): ("model", "text", "tokens")}
+  for kinds, names in flags_of.items():
     for name in names:
-      if what not in _WHAT.value and flags.FLAGS[name].present:
-        raise UserError(f"--{name} has no effect without --what={what}; leave it out")
-  return choose(inference_cases(), _CASES.value) if "inference" in _WHAT.value else {}
+      if not set(kinds) & set(_WHAT.value) and flags.FLAGS[name].present:
+        raise UserError(f"--{name} has no effect without --what={' or '.join(kinds)}; leave it out")
+  drawn = {"inference": inference_cases, "training": training_cases}
+  cases = {name: case for what, make in drawn.items() if what in _WHAT.value for name, case in make().items()}
+  return choose(cases, _CASES.value) if cases else {}
 
 
 def inference_cases() -> dict[str, Case]:
@@ -112,6 +118,16 @@ def inference_cases() -> dict[str, Case]:
   return cases
 
 
+def training_cases() -> dict[str, Case]:
+  """Returns the cases by name."""
+  short = shapes.BENCHMARK["paper_short"]
+  nongated = dataclasses.replace(shapes.BENCHMARK["nongated"], M=short.M)
+  case = lambda shape, **activity: Case(shape=shape, activity=Activity(**activity), training=True)
+  cases = {f"training/{percent}%": case(short, density=percent / 100) for percent in (0, 0.1, 0.5, 1, 2, 5, 50)}
+  cases["training/trained"] = case(short, density=0.005, pattern="trained")
+  return cases | {"training/nongated 0.5%": case(nongated, density=0.005)}
+
+
 def measure(cases: dict[str, Case], *, samples: int) -> Iterator[Json]:
   """Yields what was found of each case.
 
@@ -124,7 +140,8 @@ def measure(cases: dict[str, Case], *, samples: int) -> Iterator[Json]:
     problem, facts = prepare(case, jax.random.key(zlib.crc32(name.encode()))), {}
     if case.sort:
       problem, facts = _sorted(name, problem)
-    found = measurement.measured(name, problem, rates, samples=samples)
+    measured = ffn_training.measured if case.training else measurement.measured
+    found = measured(name, problem, rates, samples=samples)
     yield found | {"activity": dataclasses.asdict(case.activity)} | facts
 
 

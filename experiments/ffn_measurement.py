@@ -70,11 +70,12 @@ def measured(name: str, problem: Problem, rates: dict[str, float], *, samples: i
   seen = [_check_layer(name, problem, weights) for weights in problem.layers]
   times = _times(problem, samples)
   floor_ms = float(np.mean([floor(problem, of_layer.used, rates) for of_layer in seen]))
-  found = _described(name, problem) | _summed_up(seen)
+  found = described(name, problem) | _summed_up(seen)
   return found | {"samples": samples, "ms": times, "floor_ms": floor_ms, **rates}
 
 
-def _described(name: str, problem: Problem) -> Json:
+def described(name: str, problem: Problem) -> Json:
+  """What a case asks for."""
   weights, (num_tokens, width) = problem.layers[0], problem.x_MD.shape
   shape = {"M": num_tokens, "D": width, "F": weights.firing_FD.shape[0], "gated": weights.w_gate_FD is not None}
   shape["dtype"] = problem.x_MD.dtype.name

@@ -1,5 +1,6 @@
 """The tables of `experiments.bench_ffn`: times of all cases, where dense is faster, and what trained layers do."""
 
+from experiments import ffn_training
 from experiments.ffn_measurement import DENSE_APART, ROUTES, TIMED, Json
 from pallas_kernels import bench
 
@@ -8,6 +9,14 @@ _SORTED = " sorted"
 
 def table(cases: list[Json]) -> str:
   """Returns Markdown of a record's cases."""
+  training = [case for case in cases if "kept_bytes" in case]
+  parts = [ffn_training.table(training)] if training else []
+  if forward := [case for case in cases if "kept_bytes" not in case]:
+    parts.append(_of_forward(forward))
+  return "\n".join(parts)
+
+
+def _of_forward(cases: list[Json]) -> str:
   parts = [_times(cases), "\n".join([*_slower(cases), *_apart(cases), _notes(cases[0])]) + "\n"]
   if trained := _trained(cases):
     parts.append(_of_trained(trained))

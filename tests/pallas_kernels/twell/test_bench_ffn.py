@@ -11,7 +11,7 @@ import pytest
 from absl import flags
 from absl.testing import flagsaver
 
-from experiments import bench_ffn, ffn_tables, ffn_trained
+from experiments import bench_ffn, ffn_tables, ffn_trained, ffn_training
 from experiments import ffn_measurement as measurement
 from experiments.bench_ffn import Case
 from experiments.ffn_measurement import Problem
@@ -168,14 +168,17 @@ A_MODEL = ("--model=runs/wide", "--text=a.txt")
 @pytest.mark.parametrize(
   ("arguments", "said"),
   [
-    ([], "--what=inference or --what=trained, and --record=FOLDER are needed"),
-    (["--what=inference"], "--what=inference or --what=trained, and --record=FOLDER are needed"),
+    ([], "--what=inference, training, trained (one or several) and --record=FOLDER are needed"),
+    (["--what=inference"], "--what=inference, training, trained (one or several) and --record=FOLDER are needed"),
     ([*DRAWN, "more"], "'more' is not a flag"),
-    ([*DRAWN, "--what=inference,train"], "--what='train' is none of inference, trained"),
+    ([*DRAWN, "--what=inference,train"], "--what='train' is none of inference, training, trained"),
     ([*DRAWN, "--cases=density,none"], "--cases='none' starts no case's name"),
     ([*TRAINED, "--model=runs/wide"], "--what=trained needs --model=RUN_FOLDER and --text=FILES"),
     ([*TRAINED, "--text=a.txt"], "--what=trained needs --model=RUN_FOLDER and --text=FILES"),
-    ([*TRAINED, *A_MODEL, "--cases=density"], "--cases has no effect without --what=inference; leave it out"),
+    (
+      [*TRAINED, *A_MODEL, "--cases=density"],
+      "--cases has no effect without --what=inference or training; leave it out",
+    ),
     ([*DRAWN, "--model=runs/wide"], "--model has no effect without --what=trained; leave it out"),
     ([*DRAWN, "--text=a.txt"], "--text has no effect without --what=trained; leave it out"),
     ([*DRAWN, "--tokens=131072"], "--tokens has no effect without --what=trained; leave it out"),
@@ -382,6 +385,47 @@ def test_parts_of_a_call_are_computed_for_each_block_and_one_after_another(what)
       np.testing.assert_allclose(of_block.counts, fires_MTN.sum(axis=2), atol=2)
     else:
       np.testing.assert_allclose(jax.nn.relu(of_block).astype(jnp.float32), gate_MF.astype(jnp.float32), atol=0.03)
+
+
+# Training.
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_training_is_compared_recorded_and_shown(gated, tmp_path, monkeypatch, capsys):
+  timing = {"ms": 2.0, "ms_p10": 1.0, "ms_p90": 3.0}
+  monkeypatch.setattr(bench, "device_times", lambda functions, *args, samples: dict.fromkeys(functions, timing))
+  case = Case(shape=dataclasses.replace(TINY, gated=gated), activity=ACTIVITY, training=True)
+  monkeypatch.setattr(measurement, "limits", lambda: {"matmul_flop_per_s": 1.0})
+  record_cases(str(tmp_path / "record"), {}, bench_ffn.measure({"training/x": case}, samples=3), ffn_tables.table)
+  (found,) = bench.load_cases(tmp_path / "record")
+  assert 0 < found["gradient_error"]["sparse"] < measurement.ERROR_LIMIT
+  assert set(found["ms"]) == {"dense", "sparse", "auto"}
+  assert "| training/x |" in capsys.readouterr().out
+
+
+def test_a_wrong_gradient_gets_no_time(monkeypatch):
+  right = ffn_training._forward
+  wrong = lambda what, x_MD, weights: right(what, x_MD * (1 if what == "dense" else 1.05), weights)
+  monkeypatch.setattr(ffn_training, "_forward", wrong)
+  monkeypatch.setattr(bench, "device_times", lambda *args, **options: pytest.fail("was timed"))
+  problem = bench_ffn.prepare(Case(shape=TINY, activity=ACTIVITY), jax.random.key(0))
+  ffn_training.step.cache_clear()
+  with pytest.raises(AssertionError, match="training/x, sparse: relative error"):
+    ffn_training.measured("training/x", problem, {}, samples=1)
+  ffn_training.step.cache_clear()
+
+
+def test_what_is_kept_for_gradients(monkeypatch):
+  """Dense: relu(g), u and h in bfloat16 at least. Sparse: 8 bytes for each entry there is room for, and its places."""
+  monkeypatch.setattr(device, "missing_hopper", lambda: None)
+  monkeypatch.setattr(device, "num_sms", lambda: 132)
+  shape = shapes.BENCHMARK["paper_short"]
+  x_MD = jax.ShapeDtypeStruct((shape.M, shape.D), shape.dtype)
+  weights = shapes.Weights(*[jax.ShapeDtypeStruct((shape.F, shape.D), shape.dtype)] * 3)
+  dense = ffn_training.kept_bytes("dense", x_MD, weights)
+  assert 3 * 2 * shape.M * shape.F <= dense <= 4.5 * 2 * shape.M * shape.F
+  room = shape.M * 91  # 1.6 % of 5632
+  assert ffn_training.kept_bytes("sparse", x_MD, weights) == 8 * room + 8 * shape.M + 4
 
 
 # By hand: a row of 256 bytes takes 256 ms from memory and 64 from L2, its product with a token 32.
