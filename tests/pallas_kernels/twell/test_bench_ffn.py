@@ -398,7 +398,8 @@ def test_training_is_compared_recorded_and_shown(gated, tmp_path, monkeypatch, c
   monkeypatch.setattr(measurement, "limits", lambda: {"matmul_flop_per_s": 1.0})
   record_cases(str(tmp_path / "record"), {}, bench_ffn.measure({"training/x": case}, samples=3), ffn_tables.table)
   (found,) = bench.load_cases(tmp_path / "record")
-  assert 0 < found["gradient_error"]["sparse"] < measurement.ERROR_LIMIT
+  assert set(found["gradient_error"]) == {"sparse", "auto"}
+  assert found["kept_bytes"]["dense"] == (3 if gated else 1) * 130 * 512 * 2
   assert set(found["ms"]) == {"dense", "sparse", "auto"}
   assert "| training/x |" in capsys.readouterr().out
 
@@ -416,16 +417,14 @@ def test_a_wrong_gradient_gets_no_time(monkeypatch):
 
 
 def test_what_is_kept_for_gradients(monkeypatch):
-  """Dense: relu(g), u and h in bfloat16 at least. Sparse: 8 bytes for each entry there is room for, and its places."""
+  """8 bytes for each entry there is room for, and its places."""
   monkeypatch.setattr(device, "missing_hopper", lambda: None)
   monkeypatch.setattr(device, "num_sms", lambda: 132)
   shape = shapes.BENCHMARK["paper_short"]
   x_MD = jax.ShapeDtypeStruct((shape.M, shape.D), shape.dtype)
   weights = shapes.Weights(*[jax.ShapeDtypeStruct((shape.F, shape.D), shape.dtype)] * 3)
-  dense = ffn_training.kept_bytes("dense", x_MD, weights)
-  assert 3 * 2 * shape.M * shape.F <= dense <= 4.5 * 2 * shape.M * shape.F
   room = shape.M * 91  # 1.6 % of 5632
-  assert ffn_training.kept_bytes("sparse", x_MD, weights) == 8 * room + 8 * shape.M + 4
+  assert ffn_training.kept_bytes(x_MD, weights) == 8 * room + 8 * shape.M + 4
 
 
 # By hand: a row of 256 bytes takes 256 ms from memory and 64 from L2, its product with a token 32.
