@@ -1,12 +1,14 @@
-"""Speed of language models: `python -m experiments.bench_lm --what=dense` or `sparse` on a GPU, `loop` anywhere.
+"""Speed of language models: `python -m experiments.bench_lm --what=dense`, `sparse`, `training` (on a GPU) or `loop`.
 
 dense: forward (backbone, no head), forward + backward, and the whole AdamW step of the paper's shapes, through the
 model code that training uses; float32 master weights, random tokens. sparse: the forward pass with dense and with TwELL
 feed-forward blocks, of the same random weights with --non_zeros of their neurons firing, and by how much the results
-differ. loop: what the training loop costs beside the bare jitted step on the demo config, and the time to the first
-step. Each writes a record and prints it as a table.
+differ. training: the whole AdamW step likewise, L1 term included, of --train_batch sequences. loop: what the training
+loop costs beside the bare jitted step on the demo config, and the time to the first step. Each writes a record and
+prints it as a table.
 """
 
+import dataclasses
 import functools
 import io
 import re
@@ -45,17 +47,21 @@ from sparse_lm.training.progress import Progress
 from sparse_lm.training.state import COMPILER_OPTIONS, make_init, make_train_step
 
 flags.declare_key_flag("record")
-_WHAT = flags.DEFINE_enum("what", None, ["dense", "sparse", "loop"], "what to measure")
+_WHAT = flags.DEFINE_enum("what", None, ["dense", "sparse", "training", "loop"], "what to measure")
 _MODELS = flags.DEFINE_list(
-  "models", ["paper_0_5b", "paper_1b", "paper_1_5b", "paper_2b"], "dense, sparse: files of configs/lm"
+  "models", ["paper_0_5b", "paper_1b", "paper_1_5b", "paper_2b"], "files of configs/lm; not of loop"
 )
-_REMAT = flags.DEFINE_list("remat", ["dots_and_attention"], "dense: rematerialisation policies of the training cases")
+_REMAT = flags.DEFINE_list(
+  "remat", ["dots_and_attention"], "dense, training: rematerialisation policies of training steps"
+)
 _count = functools.partial(flags.DEFINE_integer, lower_bound=1)
 _FORWARD_BATCH = _count("forward_batch", 64, "dense, sparse: sequences of the forward pass")
-_TRAIN_BATCH = flags.DEFINE_list("train_batch", ["8"], "dense: sequences of a training step, one case each")
-_NON_ZEROS = flags.DEFINE_list("non_zeros", ["29"], "sparse: means over tokens of the neurons that fire in a layer")
-_CALLS = _count("calls", 5, "dense, sparse: calls in a queue; a time is that of a queue divided by its calls")
-_REPEATS = _count("repeats", 5, "dense, sparse: queues, of which the median counts; loop: pairs of runs")
+_TRAIN_BATCH = flags.DEFINE_list("train_batch", ["8"], "dense, training: sequences of a training step, one case each")
+_NON_ZEROS = flags.DEFINE_list(
+  "non_zeros", ["29"], "sparse, training: means over tokens of the neurons that fire in a layer"
+)
+_CALLS = _count("calls", 5, "calls in a queue, not of loop; a time is that of a queue divided by its calls")
+_REPEATS = _count("repeats", 5, "queues, of which the median counts; loop: pairs of runs")
 _STEPS = flags.DEFINE_integer("steps", 100, "loop: steps of a run", lower_bound=40)  # two log entries past the warm-up
 
 Json = dict[str, Any]
@@ -72,15 +78,17 @@ def main(argv: list[str]) -> None:
     raise UserError(f"--non_zeros={bad[0]!r} must be positive numbers, separated by commas")
   if _WHAT.value is None or RECORD.value is None:
     raise UserError(
-      "--what=dense|sparse|loop and --record=FOLDER are needed; for example --what=loop --record=runs/bench_loop"
+      "--what=dense|sparse|training|loop and --record=FOLDER are needed; for example --what=loop"
+      " --record=runs/bench_loop"
     )
-  if _WHAT.value == "sparse" and (reason := device.missing_hopper()) is not None:
-    raise UserError(f"--what=sparse compares with kernels for sm_90: {reason}; no times were taken")
+  if _WHAT.value in ("sparse", "training") and (reason := device.missing_hopper()) is not None:
+    raise UserError(f"--what={_WHAT.value} compares with kernels for sm_90: {reason}; no times were taken")
   asked = {name: flags.FLAGS[name].value for name in ("what", "models", "remat", "forward_batch", "train_batch")}
   asked |= {name: flags.FLAGS[name].value for name in ("non_zeros", "calls", "repeats", "steps")}
   cases, table = {
     "dense": (dense_cases, dense_table),
     "sparse": (sparse_cases, sparse_table),
+    "training": (training_cases, sparse_table),
     "loop": (loop_cases, loop_table),
   }[_WHAT.value]
   record_cases(RECORD.value, asked, cases(), table)
@@ -224,6 +232,45 @@ def sparse_cases():
         for result in _dense_and_twell(config, model, tokens_BL):
           yield case | result
       jax.clear_caches()
+
+
+def training_cases():
+  """Yields the AdamW step of models, with dense blocks and with twell's, from the same weights on the same tokens."""
+  names = [(name, remat, size) for name in _MODELS.value for remat in _REMAT.value for size in _TRAIN_BATCH.value]
+  for name, remat, sequences in names:
+    config = _config(name, int(sequences), remat)
+    for non_zeros in map(float, _NON_ZEROS.value):
+      require_neurons(name, config.model, non_zeros)
+      case = {"model": name, "what": "AdamW step", "sequences": int(sequences), "remat": remat, "non_zeros": non_zeros}
+      mesh = make_mesh(config)
+      with jax.set_mesh(mesh):
+        for result in _dense_and_twell_steps(config, mesh, non_zeros):
+          yield case | result
+      jax.clear_caches()
+
+
+def _dense_and_twell_steps(config: LmConfig, mesh: Mesh, non_zeros: float) -> Iterator[Json]:
+  """The learning rate is still near 0 in these steps, so that the number of non-zeros stays."""
+  batch, grad_norms = _random_batch(config, mesh), {}
+  for ffn in FFN_IMPLEMENTATIONS:
+    try:
+      model = _sparsified_model(config, batch["inputs_BL"][0], non_zeros)
+      state = dataclasses.replace(make_init(config)(), model=model)
+      ffn_config = config_io.overlay(config, {"model.ffn_implementation": ffn})
+      compiled = make_train_step(ffn_config).lower(state, batch).compile()
+      state, metrics = compiled(state, batch)
+      timing = _time(lambda state, step=compiled: step(state, batch)[0], state)
+    except jax.errors.JaxRuntimeError as error:
+      yield {"ffn": ffn, "error": first_line(error)}
+      continue
+    finally:
+      state = model = None  # before the next one's
+    grad_norms[ffn] = float(metrics["grad_norm"])
+    difference = abs(grad_norms[ffn] / grad_norms["dense"] - 1) if ffn != "dense" and "dense" in grad_norms else None
+    yield {"ffn": ffn, "l0": float(jnp.mean(metrics["l0_per_layer"])), "relative_error": difference} | (
+      _with_rates(timing, "AdamW step", config, compiled)
+      | {"temporary_bytes": compiled.memory_analysis().temp_size_in_bytes}
+    )
 
 
 def _sparsified_model(config: LmConfig, tokens_BL: jax.Array, non_zeros: float) -> Transformer:

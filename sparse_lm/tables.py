@@ -156,21 +156,37 @@ def speed_table(cases: list[Json]) -> str:
 
 
 def sparse_table(cases: list[Json]) -> str:
-  """Returns the table of a record of `experiments.bench_lm --what=sparse`; changes are against its dense blocks."""
-  header = ["model", "blocks", "non-zeros a token", "forward", "energy", "peak memory", "off by", "ms (min to max)"]
-  dense = {(c["model"], c["non_zeros"]): c for c in cases if c["ffn"] == "dense"}
+  """Returns the table of a record of `experiments.bench_lm --what=sparse` or `training`.
+
+  Changes are against dense blocks of the same model, batch and policy. What is off is the hidden states, or the norm of
+  the gradient.
+  """
+  header = [
+    "model",
+    "sequences",
+    "blocks",
+    "non-zeros a token",
+    cases[0]["what"],
+    "energy",
+    "temporaries",
+    "peak memory",
+  ]
+  header += ["off by", "ms (min to max)"]
+  key = lambda c: (c["model"], c["sequences"], c.get("remat"), c["non_zeros"])
+  dense = {key(c): c for c in cases if c["ffn"] == "dense"}
   rows = []
   for c in cases:
-    row = [_size(c["model"]), c["ffn"], f"{c.get('l0', c['non_zeros']):.1f}"]
+    row = [_size(c["model"]), str(c["sequences"]), c["ffn"], f"{c.get('l0', c['non_zeros']):.1f}"]
     if "error" in c:
-      rows.append([*row, c["error"], "-", "-", "-", "-"])
+      rows.append([*row, c["error"], *["-"] * (len(header) - len(row) - 1)])
       continue
-    base = dense[c["model"], c["non_zeros"]]
+    base = dense[key(c)]
     change = lambda metric, c=c, base=base: "" if c is base else f" ({_gap(c[metric], base.get(metric))})"
     energy = c["millijoules_per_token"]
     row.append(f"{c['tokens_per_ms']:.1f} tokens/ms{change('tokens_per_ms')}")
     row.append("-" if energy is None else f"{energy:.2f} mJ/token{change('millijoules_per_token')}")
-    row.append(f"{c['peak_bytes'] / 2**30:.1f} GiB{change('peak_bytes')}")
+    for bytes_of in ("temporary_bytes", "peak_bytes"):
+      row.append(f"{c[bytes_of] / 2**30:.1f} GiB{change(bytes_of)}" if bytes_of in c else "-")
     row.append("-" if c["relative_error"] is None else f"{c['relative_error']:.1e}")
     rows.append([*row, f"{1e3 * c['seconds']:.1f} ({1e3 * c['seconds_min']:.1f} to {1e3 * c['seconds_max']:.1f})"])
   return bench.markdown_table(header, rows)

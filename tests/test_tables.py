@@ -375,16 +375,33 @@ def test_the_speed_table_takes_training_at_the_largest_batch():
 
 def test_the_sparse_table_compares_each_case_with_dense_blocks_at_the_same_number_of_non_zeros():
   speed = {"seconds": 0.2, "seconds_min": 0.1, "seconds_max": 0.3, "millijoules_per_token": 2.0, "peak_bytes": 2**30}
-  case = {"model": "paper_0_5b", "ffn": "dense", "non_zeros": 29.0, "l0": 29.04, "relative_error": None} | speed
+  case = {"model": "paper_0_5b", "what": "forward", "sequences": 64, "ffn": "dense", "non_zeros": 29.0, "l0": 29.04}
+  case |= {"relative_error": None} | speed
   other = {"ffn": "twell", "relative_error": 0.0021, "millijoules_per_token": 1.5}
   cases = [case | {"tokens_per_ms": 100.0}, case | other | {"tokens_per_ms": 120.0}]
   cases += [case | {"non_zeros": 108.0, "tokens_per_ms": 50.0}]
-  cases += [{"model": "paper_0_5b", "ffn": "twell", "non_zeros": 108.0, "error": "out of memory"}]
+  cases += [{"model": "paper_0_5b", "sequences": 64, "ffn": "twell", "non_zeros": 108.0, "error": "out of memory"}]
   rows = [line.strip("| ").split(" | ") for line in tables.sparse_table(cases).splitlines()[2:]]
-  assert rows[0][1:5] == ["dense", "29.0", "100.0 tokens/ms", "2.00 mJ/token"]
-  assert rows[1][3:7] == ["120.0 tokens/ms (+20.0%)", "1.50 mJ/token (-25.0%)", "1.0 GiB (+0.0%)", "2.1e-03"]
-  assert rows[2][3] == "50.0 tokens/ms"
-  assert rows[3][:4] == ["0.5B", "twell", "108.0", "out of memory"]
+  assert rows[0][1:6] == ["64", "dense", "29.0", "100.0 tokens/ms", "2.00 mJ/token"]
+  assert rows[1][4:9] == ["120.0 tokens/ms (+20.0%)", "1.50 mJ/token (-25.0%)", "-", "1.0 GiB (+0.0%)", "2.1e-03"]
+  assert rows[2][4] == "50.0 tokens/ms"
+  assert rows[3][:5] == ["0.5B", "64", "twell", "108.0", "out of memory"]
+  assert {len(row) for row in rows} == {10}
+
+
+def test_the_sparse_table_compares_training_steps_of_the_same_batch_and_policy():
+  speed = {"seconds": 0.2, "seconds_min": 0.1, "seconds_max": 0.3, "millijoules_per_token": None, "peak_bytes": 2**30}
+  case = {"model": "paper_1b", "what": "AdamW step", "non_zeros": 29.0, "l0": 29.0, "relative_error": None} | speed
+  cases = []
+  for remat, sequences, dense, twell in (("dots", 8, 50.0, 60.0), ("dots", 16, 40.0, 60.0), ("full", 8, 30.0, 60.0)):
+    same = case | {"remat": remat, "sequences": sequences}
+    cases.append(same | {"ffn": "dense", "tokens_per_ms": dense, "temporary_bytes": 2**31})
+    cases.append(same | {"ffn": "twell", "tokens_per_ms": twell, "temporary_bytes": 2**30})
+  rows = [line.strip("| ").split(" | ") for line in tables.sparse_table(cases).splitlines()]
+  assert rows[0][4] == "AdamW step"
+  gains = [row[4] for row in rows[2:] if row[2] == "twell"]
+  assert gains == ["60.0 tokens/ms (+20.0%)", "60.0 tokens/ms (+50.0%)", "60.0 tokens/ms (+100.0%)"]
+  assert rows[3][6] == "1.0 GiB (-50.0%)"
 
 
 def test_tables_of_the_documents_are_what_the_records_say():

@@ -75,12 +75,22 @@ def test_the_loop_benchmark_writes_a_record_and_its_table(tmp_path):
   assert [case["what"] for case in cases] == ["step", "first step", "first step"]
 
 
+def benchmark_of_kernels(*arguments):
+  """bench_lm as on a GPU, in a process of its own; the kernels' places are taken by plain jnp."""
+  program = "import types; from experiments import bench_lm; from sparse_lm import flags;"
+  program += "bench_lm.device = types.SimpleNamespace(missing_hopper=lambda: None); flags.run(bench_lm.main)"
+  result = subprocess.run(
+    [sys.executable, "-c", program, *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False
+  )
+  assert result.returncode == 0, result.stderr
+  return result.stdout
+
+
 @pytest.mark.slow
 def test_the_sparse_benchmark_compares_both_blocks_on_the_same_weights(tmp_path):
   record = tmp_path / "record"
   small = ["--models=tiny", "--non_zeros=5,40.5", "--forward_batch=4", "--calls=1", "--repeats=1"]
-  ((code, out, err),) = program.answers("experiments.bench_lm", ["--what=sparse", *small, f"--record={record}"])
-  assert code == 0, err
+  out = benchmark_of_kernels("--what=sparse", *small, f"--record={record}")
   assert (record / "table.md").read_text() in out
   cases = [json.loads(line) for line in (record / "metrics.jsonl").read_text().splitlines()]
   asked = [(case["ffn"], case["non_zeros"]) for case in cases]
@@ -88,6 +98,22 @@ def test_the_sparse_benchmark_compares_both_blocks_on_the_same_weights(tmp_path)
   for case in cases:
     assert case["l0"] == pytest.approx(case["non_zeros"], rel=0.05)
     assert case["relative_error"] is None if case["ffn"] == "dense" else case["relative_error"] < 1e-5
+
+
+@pytest.mark.slow
+def test_the_training_benchmark_compares_both_steps_from_the_same_weights(tmp_path):
+  record = tmp_path / "record"
+  small = ["--models=tiny", "--non_zeros=5", "--train_batch=2,4", "--calls=1", "--repeats=1", "--remat=dots,full"]
+  out = benchmark_of_kernels("--what=training", *small, f"--record={record}")
+  assert (record / "table.md").read_text() in out
+  cases = [json.loads(line) for line in (record / "metrics.jsonl").read_text().splitlines()]
+  assert [(case["remat"], case["sequences"], case["ffn"]) for case in cases] == [
+    (remat, size, ffn) for remat in ("dots", "full") for size in (2, 4) for ffn in ("dense", "twell")
+  ]
+  for case in cases:
+    assert case["l0"] == pytest.approx(5, rel=0.2)
+    assert case["temporary_bytes"] > 0
+    assert case["relative_error"] is None if case["ffn"] == "dense" else case["relative_error"] < 1e-2
 
 
 def test_the_benchmark_refuses_wrong_flags_in_one_line(tmp_path):
@@ -100,7 +126,7 @@ def test_the_benchmark_refuses_wrong_flags_in_one_line(tmp_path):
     ["--what=sparse", "--non_zeros=29,0", record],
     ["loop", record],
   )
-  assert "--what=dense|sparse|loop and --record=FOLDER are needed" in nothing
+  assert "--what=dense|sparse|training|loop and --record=FOLDER are needed" in nothing
   assert "steps" in steps
   assert "--train_batch='x' must be positive integers" in batch
   assert "--non_zeros='0' must be positive numbers" in zeros
