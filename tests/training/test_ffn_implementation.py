@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from run_helpers import losses
 
+from pallas_kernels import device
+from pallas_kernels.twell import routing
 from sparse_lm import config_io
 from sparse_lm.errors import UserError
 from sparse_lm.inference import open_model
@@ -51,3 +53,41 @@ def test_a_run_of_before_sparse_below_is_refused_in_one_line(config, finished):
   with pytest.raises(UserError, match=r"another config \(sparsity.sparse_below: '\(absent\)' -> 0.01\)") as caught:
     train(config, finished)
   assert "\n" not in str(caught.value)
+
+
+def mean_distance(a, b):
+  """Mean over steps of how far two loss curves are apart, from the first quarter on: they start at the same weights."""
+  steps = sorted(a)[len(a) // 4 :]
+  return float(np.mean([abs(a[step]["loss"] - b[step]["loss"]) for step in steps]))
+
+
+@pytest.mark.gpu
+def test_200_steps_by_kernels_are_as_near_to_dense_ones_as_dense_ones_in_other_micro_batches(
+  config, tmp_path, monkeypatch
+):
+  """Both round otherwise than the first run, and training amplifies it. Every step takes the sparse route."""
+  if (reason := device.missing_hopper()) is not None:
+    pytest.skip(f"hopper: {reason}")
+  monkeypatch.setattr(routing, "_PAYS_BELOW", 2.0)
+  changes = {
+    "precision.recipe": "bf16",
+    "model.model_width": 128,
+    "model.ffn_width": 512,
+    "training.batch_size": 16,
+    "training.steps": 200,
+    "training.log_every": 1,
+    "training.learning_rate": 3e-3,
+    "sparsity.l1_coefficient": 1e-2,
+    "sparsity.target_l0": 5.0,
+    "sparsity.sparse_below": 1.0,
+    "checkpoint.every": 200,
+  }
+  base = config_io.overlay(config, changes)
+  curves = {}
+  for name, change in (("dense", {}), ("split", {"training.accumulation_steps": 2}), ("twell", TWELL)):
+    train(config_io.overlay(base, change), tmp_path / name)
+    curves[name] = losses(tmp_path / name)
+  assert curves["twell"][200]["l0"] < 32  # of 256 at first
+  spread = mean_distance(curves["split"], curves["dense"])
+  assert spread > 0
+  assert mean_distance(curves["twell"], curves["dense"]) <= 3 * spread

@@ -796,6 +796,31 @@ def test_random_problems_equal_float64(data):
 @pytest.mark.slow  # every example is compiled
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
+def test_a_gradient_of_layers_needs_little_more_memory_on_either_route_than_on_the_sparse_one():
+  """Beside what one layer's dense gradient needs."""
+  num_tokens, width, neurons = 16384, 512, 1408
+  x_MD = jax.ShapeDtypeStruct((num_tokens, width), jnp.bfloat16)
+  weights = [jax.ShapeDtypeStruct((4, neurons, width), jnp.bfloat16)] * 3
+
+  def temporaries(route):
+    def loss(x_MD, *weights):
+      def layer(x_MD, of_layer):
+        y_MD, stats = twell.gated_feedforward(x_MD, *of_layer, route=route)
+        return x_MD + y_MD, stats.l1
+
+      x_MD, l1 = jax.lax.scan(layer, x_MD, weights)
+      return jnp.sum(x_MD, dtype=jnp.float32) + jnp.sum(l1)
+
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))).lower(x_MD, *weights).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+  one_layer = tuple(jax.ShapeDtypeStruct(w.shape[1:], w.dtype) for w in weights)
+  chunk = jax.jit(gradients.dense).lower(x_MD, one_layer, x_MD, jax.ShapeDtypeStruct((), jnp.float32)).compile()
+  assert temporaries("auto") <= 1.15 * temporaries("sparse") + chunk.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
 @hypothesis.settings(
   derandomize=True,
   deadline=None,
