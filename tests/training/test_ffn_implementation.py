@@ -74,6 +74,7 @@ def test_200_steps_by_kernels_are_as_near_to_dense_ones_as_dense_ones_in_other_m
     "model.model_width": 128,
     "model.ffn_width": 512,
     "training.batch_size": 16,
+    "training.accumulation_steps": 1,
     "training.steps": 200,
     "training.log_every": 1,
     "training.learning_rate": 3e-3,
