@@ -18,7 +18,7 @@ import pytest
 import twell_oracle
 
 from pallas_kernels import compile_cases, compile_check, mosaic
-from pallas_kernels.twell import Spec, active_hopper, decode_hopper, gather_hopper, hopper, pack_hopper, routing
+from pallas_kernels.twell import Spec, active_hopper, decode_hopper, gather_hopper, hopper, kept, pack_hopper, routing
 
 TILE, ROW_CAPACITY = 256, 256
 BLOCK = 64  # neurons of a block of `hidden`
@@ -331,6 +331,36 @@ class TestGather:
     expected_MD = product(hidden_MF, w_down_FD.T) + case.started * start_MD[fits].astype(np.float64)
     np.testing.assert_array_equal(y_MD[fits], rounded(expected_MD, case.dtype))
     np.testing.assert_array_equal(l1_M[fits], np.abs(hidden_MF).sum(axis=1))
+
+  @everywhere(GATHERS, LARGER_GATHERS)
+  def test_entries_are_kept_at_their_places(self, run, interpret, case):
+    """Misfits have none, and there is room for all entries but one."""
+    h_MF, x_MD, w_up_FD, w_down_FD, start_MD = self.draw(case)
+    words = words_of(h_MF, case.spec)
+    counts_M = (h_MF != 0).sum(axis=1)
+    counts_M[[m for m in (1, 4) if m < case.M]] = 0
+    upto_M = np.cumsum(counts_M)
+    room = int(upto_M[-1]) - 1
+    fits_M = upto_M <= room
+    fits_M[[m for m in (1, 4) if m < case.M]] = False
+    first_M, kept_M = kept.places(jnp.asarray(words), room)
+    assert first_M.tolist() == np.where(fits_M, upto_M - counts_M, -1).tolist()
+    assert kept_M.tolist() == counts_M.tolist()
+
+    gather = functools.partial(gather_hopper.gather, room=room, interpret=interpret)
+    weights = w_up_FD if case.gated else None, w_down_FD, start_MD if case.started else None
+    y_MD, _, found_M, lists = run(gather, x_MD, words, *weights, np.asarray(first_M))
+    same_MD, _, same_M = case.gather(run, interpret, x_MD, words, w_up_FD, w_down_FD, start_MD)
+    np.testing.assert_array_equal(found_M, same_M)
+    np.testing.assert_array_equal(y_MD[found_M >= 0], same_MD[found_M >= 0])
+    dots_MF = product(x_MD, w_up_FD)
+    for m in np.flatnonzero(fits_M):
+      place = slice(first_M[m], first_M[m] + counts_M[m])
+      entries = np.concatenate([tile[1 : 1 + tile[0]] for tile in words[m]])
+      np.testing.assert_array_equal(lists.entries_E[place], entries)
+      if case.gated:
+        np.testing.assert_array_equal(lists.up_E[place], dots_MF[m, entries & 0xFFFF].astype(np.float32))
+    assert (lists.up_E is None) == (not case.gated)
 
 
 class TestActive:
