@@ -91,8 +91,8 @@ def grouped_auc(scores_N: np.ndarray, labels_N: np.ndarray, users_N: np.ndarray)
   if users_N.shape != labels_N.shape:
     raise ValueError(f"grouped_auc: users_N has shape {users_N.shape} and labels_N has {labels_N.shape}")
   order = np.argsort(users_N, kind="stable")
-  starts = np.flatnonzero(np.r_[True, np.diff(users_N[order]) != 0]) if len(order) else []
-  groups = np.split(order, starts[1:]) if len(order) else []
+  changes = np.flatnonzero(users_N[order][1:] != users_N[order][:-1]) + 1
+  groups = [group for group in np.split(order, changes) if len(group)]  # nothing splits into one part of nothing
   found = [(auc(scores_N[group], labels_N[group]), len(group)) for group in groups]
   kept = [(value, size) for value, size in found if not np.isnan(value)]
   total = sum(size for _, size in kept)
