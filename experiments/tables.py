@@ -33,7 +33,7 @@ _FFN = (
   *(f"density/M=16384 {percent}%" for percent in (0.5, 1)),
   *(f"pattern/{name}" for name in ("misleading", "trained", "trained sorted")),
   *(f"shape/{name}%" for name in ("nongated 0.5", "wide 0.5", "wide 1", "narrow 0.5", "narrow 1")),
-  *(f"decode/M={tokens} {percent}%" for tokens in (1, 8, 64) for percent in (0.5, 5)),
+  *(f"decode/M={tokens} {percent}%" for tokens in (1, 8, 64) for percent in (0.5, 5, 50)),
 )
 _DEMO = ("dense", "sparse", "sparser", "no FFN")  # importing the demo for its names would add its flags to ours
 

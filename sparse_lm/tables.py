@@ -155,6 +155,9 @@ def speed_table(cases: list[Json]) -> str:
   return bench.markdown_table(header, rows)
 
 
+_MEMORY = {"temporary_bytes": "temporaries", "peak_bytes": "peak memory"}
+
+
 def sparse_table(cases: list[Json]) -> str:
   """Returns the table of a record of `experiments.bench_lm --what=sparse` or `training`.
 
@@ -185,8 +188,7 @@ def sparse_table(cases: list[Json]) -> str:
     energy = c["millijoules_per_token"]
     row.append(f"{c['tokens_per_ms']:.1f} tokens/ms{change('tokens_per_ms')}")
     row.append("-" if energy is None else f"{energy:.2f} mJ/token{change('millijoules_per_token')}")
-    for bytes_of in ("temporary_bytes", "peak_bytes"):
-      row.append(f"{c[bytes_of] / 2**30:.1f} GiB{change(bytes_of)}" if bytes_of in c else "-")
+    row += [f"{c[name] / 2**30:.1f} GiB{change(name)}" for name in memory]
     row.append("-" if c["relative_error"] is None else f"{c['relative_error']:.1e}")
     rows.append([*row, f"{1e3 * c['seconds']:.1f} ({1e3 * c['seconds_min']:.1f} to {1e3 * c['seconds_max']:.1f})"])
   return bench.markdown_table(header, rows)

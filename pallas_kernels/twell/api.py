@@ -94,7 +94,7 @@ def gated_feedforward(
   NaN in the dense block if w_up or w_down is not finite, or the product overflows, and is left out by the sparse one.
 
   First derivatives of y and of Stats.l1 in reverse mode are offered. On the sparse route the kernels keep the entries
-  of the gate and their products with Wu, about 2 % of what dense blocks keep, and compute gradients from them without
+  of the gate and their products with Wu, 2 to 3 % of what dense blocks keep, and compute gradients from them without
   atomics (TwELL, section 3.4); tokens that overflow there, or that find no room (1.6 % of F a token in the mean), are
   recomputed densely, in chunks, as all tokens are on the dense route. Under `jax.checkpoint` a policy that saves the
   name `twell.KEPT` spares the recomputation.

@@ -169,9 +169,9 @@ def add_factored_rows(
 
 
 def _sign(value: ir.Value) -> ir.Value:
-  """-1, 0 or 1; 0 of NaN."""
+  """-1, 0 or 1; NaN of NaN."""
   text = "{.reg .pred p, q; setp.gt.f32 p, $1, 0f00000000; setp.lt.f32 q, $1, 0f00000000;"
-  text += "mov.f32 $0, 0f00000000; @p mov.f32 $0, 0f3F800000; @q mov.f32 $0, 0fBF800000;}"
+  text += "mov.f32 $0, $1; @p mov.f32 $0, 0f3F800000; @q mov.f32 $0, 0fBF800000;}"
   return ptx.asm((ptx.f32(),), [value], text, "=&f,f", pure=True)
 
 

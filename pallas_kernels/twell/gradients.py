@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.twell import reference
 
-_ROWS_OF_A_CHUNK = 16384  # bounds the temporaries
+_ROWS_OF_A_CHUNK = 8192  # bounds the temporaries
 
 Weights = tuple[jax.Array | None, jax.Array, jax.Array]  # gate, up, down, each [F, D]
 

@@ -156,7 +156,7 @@ def _store_pair(word: ir.Value, row: ir.Value, place: ir.Value, column: ir.Value
   """Stores the non-zero halves of a word of two neighbouring columns; returns the place behind them.
 
   Most words are zero in the whole warp, or their tiles full, and the warp skips the rest: 3 % of the kernel's time at
-  0.5 % non-zeros. `place` stops at the end of a tile.
+  0.5 % non-zeros. Behind the end of a tile `place` means nothing.
   """
   half = (
     f"setp.ne.b32 p, e, 0; or.b32 e, e, f; setp.lt.and.u32 q, $0, {words}, p; shl.b32 a, $0, 2; add.s32 a, a, $2;"

@@ -21,7 +21,7 @@ ERROR_RANGE = -4.0, 1.0  # of log(l0 / target)
 # Early gates are dense, and plain autodiff of dense blocks is faster than twell. The host waits for each decision, so
 # they are few; the way back is longer, so that an L0 near the limit does not change the step at every one of them.
 DECISION_EVERY = 16  # steps
-BACK_TO_DENSE = 1.5  # times the L0 below which a run turns sparse
+BACK_TO_DENSE = 1.25  # times the L0 below which a run turns sparse
 
 
 def warmup(step: jax.Array, config: LmConfig) -> jax.Array:

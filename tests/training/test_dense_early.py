@@ -85,6 +85,7 @@ def test_a_run_turns_sparse_once_and_stopped_anywhere_it_reaches_the_same_metric
   assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_run_goes_back_to_the_dense_step_and_takes_up_the_sparse_one_again(
   config, tmp_path, compiled, capsys, monkeypatch
 ):
@@ -112,6 +113,7 @@ def test_a_dense_run_never_waits_for_a_decision(config, tmp_path, monkeypatch):
   train(config_io.overlay(config, {"training.steps": DECISION_EVERY + 2}), tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_with_sparse_below_1_twell_computes_every_step(config, tmp_path, compiled):
   train(config_io.overlay(config, TURNS_SPARSE | {"sparsity.sparse_below": 1.0}), tmp_path / "run")
   assert phases(tmp_path / "run") == {1: "twell"}

@@ -31,6 +31,7 @@ def rehearsal(monkeypatch):
   monkeypatch.setattr(bench, "device_times", times)
 
 
+@pytest.mark.slow
 def test_a_run_leaves_a_record_and_its_table(tmp_path, rehearsal, capsys):
   chosen = {
     "flash": Case(shape=TINY, options={}, baselines=("cudnn_padded", "xla")),

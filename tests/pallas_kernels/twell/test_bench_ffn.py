@@ -406,7 +406,9 @@ def test_training_is_compared_recorded_and_shown(gated, tmp_path, monkeypatch, c
 
 def test_a_wrong_gradient_gets_no_time(monkeypatch):
   right = ffn_training._forward
-  wrong = lambda what, x_MD, weights: right(what, x_MD * (1 if what == "dense" else 1.05), weights)
+  # The same x, and another derivative.
+  spoilt = lambda x_MD: x_MD + 0.05 * (x_MD - jax.lax.stop_gradient(x_MD))
+  wrong = lambda what, x_MD, weights: right(what, x_MD if what == "dense" else spoilt(x_MD), weights)
   monkeypatch.setattr(ffn_training, "_forward", wrong)
   monkeypatch.setattr(bench, "device_times", lambda *args, **options: pytest.fail("was timed"))
   problem = bench_ffn.prepare(Case(shape=TINY, activity=ACTIVITY), jax.random.key(0))

@@ -440,10 +440,6 @@ class TestRoute:
         results = api.reference.feedforward(x_MD, *weights, spec=spec, hot=hot, with_active=with_active)
         return *results, jnp.int32(1), None
 
-      @staticmethod
-      def backward(x_MD, weights, words_MTS, d_y_MD, d_l1, **options):
-        return gradients.dense(x_MD, weights, d_y_MD, d_l1)
-
     monkeypatch.setattr(api, "_kernels", lambda: Kernels)
     options = dict(density_hint=0.25, implementation="interpret")
     loss = lambda *arrays: jnp.sum(twell.gated_feedforward(*arrays, **options)[0].astype(jnp.float32))
