@@ -164,16 +164,8 @@ def sparse_table(cases: list[Json]) -> str:
   Changes are against dense blocks of the same model, batch and policy. What is off is the hidden states, or the norm of
   the gradient.
   """
-  header = [
-    "model",
-    "sequences",
-    "blocks",
-    "non-zeros a token",
-    cases[0]["what"],
-    "energy",
-    "temporaries",
-    "peak memory",
-  ]
+  memory = {name: title for name, title in _MEMORY.items() if any(name in c for c in cases)}
+  header = ["model", "sequences", "blocks", "non-zeros a token", cases[0]["what"], "energy", *memory.values()]
   header += ["off by", "ms (min to max)"]
   key = lambda c: (c["model"], c["sequences"], c.get("remat"), c["non_zeros"])
   dense = {key(c): c for c in cases if c["ffn"] == "dense"}

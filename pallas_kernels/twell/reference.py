@@ -1,8 +1,8 @@
 """The feed-forward block in plain jnp: the oracle of the kernels, the path on CPU, and the dense route on a GPU.
 
 Every neuron of every row is computed. What the format would not hold is counted all the same, so that `overflow_rows`
-does not depend on where a call runs. (For at most 64 tokens it does: the kernels then pack nothing; and in a call that is
-differentiated kernels also count tokens whose gradients find no room.)
+does not depend on where a call runs. (For at most 64 tokens it does: the kernels then pack nothing; and in a call that
+is differentiated they also count tokens whose gradients find no room.)
 
 Dimension key: M tokens, D model width, F hidden neurons.
 """

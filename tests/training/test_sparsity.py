@@ -96,8 +96,8 @@ def test_the_controller_brings_a_plant_with_lag_to_its_target_and_keeps_it_there
     (False, [3.0, 40.0], False),  # one layer is enough
     (False, [20.0, 20.0], False),
     (True, [20.0, 20.0], True),  # between the limits nothing changes
-    (True, [24.0, 3.0], True),  # not above
-    (True, [3.0, 24.1], False),
+    (True, [20.0, 3.0], True),  # not above
+    (True, [3.0, 20.1], False),
     (True, [0.0, 0.0], True),
   ],
   ids=str,
