@@ -52,8 +52,8 @@ def list_entries(words_ref, first_token, entries_smem, heads_smem, team: Team, *
     del ctx
     lane, warp, token = place_of_warp(first_token, team)
     row = ptx.offset(ptx.global_address(words_ref), token, 4 * row_words)
-    start = ptx.offset(ptx.shared_address(entries), warp, 4 * capacity)
-    head = ptx.offset(ptx.shared_address(heads), warp, 4 * HEAD_WORDS)
+    start = row_of(entries, warp)
+    head = row_of(heads, warp)
     exists = f"setp.lt.u32 r, $3, {num_tokens};"
     text = (
       "{.reg .pred p, r, v, o; .reg .b32 c, s, t, a, j, e, n, over, end, w<8>; .reg .b64 g, h;"
@@ -111,16 +111,15 @@ def multiply_rows(
   @plgpu.inline_mgpu(arg_types=(ref, ref, plgpu.Layout.WG_SPLAT, ref, ref, ref), return_type=None)
   def run(ctx, x_ref, w_ref, first_token, entries, heads, dots):
     del ctx
-    capacity = ir.MemRefType(entries.type).shape[1]
     lane, warp, token = place_of_warp(first_token, team)
     row = Row(lane, warp, team, ir.MemRefType(x_ref.type).element_type)
     token = clamped(token, num_tokens)
     words = row.load(row.start(ptx.global_address(x_ref), token), "ld.global.cs.v4.b32")
     x = [value for word in words for value in row.unpack(word)]
-    head = ptx.offset(ptx.shared_address(heads), warp, 4 * HEAD_WORDS)
+    head = row_of(heads, warp)
     _note_if_not_finite(x, lane, head)
     weights, keep = row.base(ptx.global_address(w_ref)), keep_policy()
-    entry_of, dot_of = (ptx.offset(ptx.shared_address(s), warp, 4 * capacity) for s in (entries, dots))
+    entry_of, dot_of = (row_of(s, warp) for s in (entries, dots))
 
     def step(place, count, carry):
       del carry
@@ -197,14 +196,13 @@ def add_rows(
     rest = list(rest)
     start_ref = rest.pop(0) if has_start else None
     dots = rest.pop(0) if has_dots else None
-    capacity = ir.MemRefType(entries.type).shape[1]
     lane, warp, token = place_of_warp(first_token, team)
     row = Row(lane, warp, team, ir.MemRefType(out_ref.type).element_type)
     safe_token = clamped(token, num_tokens)
     exists = arith.cmpi(arith.CmpIPredicate.ult, token, ptx.const(num_tokens))
     weights, keep = row.base(ptx.global_address(w_ref)), keep_policy()
-    entry_of = ptx.offset(ptx.shared_address(entries), warp, 4 * capacity)
-    head = ptx.offset(ptx.shared_address(heads), warp, 4 * HEAD_WORDS)
+    entry_of = row_of(entries, warp)
+    head = row_of(heads, warp)
 
     def hidden(place, entry):
       value = row.value(entry)
@@ -260,9 +258,13 @@ def first_warp_of(warp: ir.Value, team: Team) -> ir.Value:
 
 def sum_over_team(parts_ref: ir.Value, warp: ir.Value, place: ir.Value, team: Team) -> ir.Value:
   """Of what the warps that share a token have in [W, E] shared memory, each at its row; float32."""
-  first, row_bytes = ptx.shared_address(parts_ref), 4 * ir.MemRefType(parts_ref.type).shape[1]
-  rows = [arith.addi(first_warp_of(warp, team), ptx.const(n)) for n in range(team.warps)]
-  return total([ptx.load_word(ptx.offset(ptx.offset(first, row, row_bytes), place, 4), ptx.f32()) for row in rows])
+  warps = [arith.addi(first_warp_of(warp, team), ptx.const(n)) for n in range(team.warps)]
+  return total([ptx.load_word(ptx.offset(row_of(parts_ref, own), place, 4), ptx.f32()) for own in warps])
+
+
+def row_of(ref: ir.Value, warp: ir.Value) -> ir.Value:
+  """Address of the warp's row of words in shared memory."""
+  return ptx.offset(ptx.shared_address(ref), warp, 4 * ir.MemRefType(ref.type).shape[1])
 
 
 def clamped(token: ir.Value, num_tokens: int) -> ir.Value:

@@ -109,7 +109,7 @@ def find_factors(
         ptx.asm((), [address, one, writes], "@$2 st.global.b32 [$0], $1;", f"l,{kind},b")
       return []
 
-    ptx.for_each(lane, blocks.load_head(kept_blocks.row_of(heads, warp), blocks.ENTRIES), _LANES, step, [])
+    ptx.for_each(lane, blocks.load_head(blocks.row_of(heads, warp), blocks.ENTRIES), _LANES, step, [])
     ptx.asm((), [], f"bar.warp.sync {ptx.ALL_LANES};", "")
     return []
 
@@ -160,7 +160,7 @@ def add_factored_rows(
         acc = [fma(column, factor, a) for column, a in zip(columns, acc)]
       return acc
 
-    count = blocks.load_head(kept_blocks.row_of(heads, warp), blocks.ENTRIES)
+    count = blocks.load_head(blocks.row_of(heads, warp), blocks.ENTRIES)
     acc = loop(count, 1, step, [ptx.const_f32(0.0)] * (8 * team.loads))
     row.store(row.start(ptx.global_address(d_x_ref), blocks.clamped(token, num_tokens)), acc, exists)
     return []
@@ -216,16 +216,13 @@ def sum_tokens(
 
     def step(at, number, acc):
       places = [arith.addi(begin, arith.addi(at, ptx.const(n))) for n in range(number)]
-      load = lambda array, place, kind, of: ptx.asm(
-        (kind,), [ptx.offset(array, place, 4)], "ld.global.nc.b32 $0, [$1];", f"={of},l"
-      )
-      own = [load(tokens, place, ptx.i32(), "r") for place in places]
+      own = [ptx.load_word(ptx.offset(tokens, place, 4), ptx.i32()) for place in places]
       read = [[row.load(ptx.offset(base, token, 2 * width), "ld.global.nc.v4.b32") for base in bases] for token in own]
       size = 8 * team.loads
       for place, (x_words, d_y_words) in zip(places, read):
         x, d_y = ([column for word in words for column in row.unpack(word)] for words in (x_words, d_y_words))
         for which, array in enumerate(factor_arrays):
-          factor = load(array, place, ptx.f32(), "f")
+          factor = ptx.load_word(ptx.offset(array, place, 4), ptx.f32())
           columns, own_acc = (d_y if which == len(factors) - 1 else x), slice(which * size, (which + 1) * size)
           acc = [
             *acc[: own_acc.start],

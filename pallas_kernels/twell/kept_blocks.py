@@ -46,7 +46,7 @@ def store_lists(
     lane, warp, token = blocks.place_of_warp(first_token, team)
     begin, exists = begin_of(first_ref, token, num_tokens)
     writes = arith.andi(exists, arith.cmpi(arith.CmpIPredicate.eq, warp, blocks.first_warp_of(warp, team)))
-    count = arith.select(writes, blocks.load_head(row_of(heads, warp), blocks.ENTRIES), ptx.const(0))
+    count = arith.select(writes, blocks.load_head(blocks.row_of(heads, warp), blocks.ENTRIES), ptx.const(0))
 
     def step(at, _):
       place = arith.addi(begin, at)
@@ -98,7 +98,7 @@ def load_lists(kept: Kept, first_token, entries_smem, up_smem, heads_smem, team:
       return []
 
     ptx.for_each(lane, count, _LANES, step, [])
-    ptx.store_word(ptx.offset(row_of(heads, warp), ptx.const(blocks.ENTRIES), 4), count)
+    ptx.store_word(ptx.offset(blocks.row_of(heads, warp), ptx.const(blocks.ENTRIES), 4), count)
     ptx.asm((), [], f"bar.warp.sync {ptx.ALL_LANES};", "")
     return []
 
@@ -112,14 +112,9 @@ def begin_of(first_ref: ir.Value, token: ir.Value, num_tokens: int) -> tuple[ir.
   return begin, arith.andi(exists, arith.cmpi(arith.CmpIPredicate.sge, begin, ptx.const(0)))
 
 
-def row_of(ref: ir.Value, warp: ir.Value) -> ir.Value:
-  """Address of the warp's row of words in shared memory."""
-  return ptx.offset(ptx.shared_address(ref), warp, 4 * ir.MemRefType(ref.type).shape[1])
-
-
 def shared_word(ref: ir.Value, warp: ir.Value, at: ir.Value) -> ir.Value:
   """Address of a word of the warp's row."""
-  return ptx.offset(row_of(ref, warp), at, 4)
+  return ptx.offset(blocks.row_of(ref, warp), at, 4)
 
 
 def global_word(ref: ir.Value, place: ir.Value) -> ir.Value:
