@@ -208,6 +208,9 @@ def _twell(call: Callable, x_MD, weights: dict[str, jax.Array], mesh, axes, opti
   if x_MD.shape[0] % shards:
     raise ValueError(f"{op}: M={x_MD.shape[0]} tokens do not divide over the {shards} shards of {axes}; pad x_MD")
 
+  def anywhere(flags):
+    return lax.psum(flags.astype(jnp.int32), axes) > 0
+
   def local(x_MD, *weights_FD):
     # As casts, whose transpose sums the gradients of all devices.
     y_MD, stats = call(x_MD, *(lax.pcast(w_FD, axes, to="varying") for w_FD in weights_FD), **options)
@@ -215,8 +218,8 @@ def _twell(call: Callable, x_MD, weights: dict[str, jax.Array], mesh, axes, opti
       l1=lax.pmean(stats.l1, axes),
       l0=lax.pmean(stats.l0, axes),
       overflow_rows=lax.psum(stats.overflow_rows, axes),
-      route=lax.pmax(stats.route, axes),  # SPARSE is the larger
-      active=None if stats.active is None else lax.psum(stats.active.astype(jnp.int32), axes) > 0,
+      route=jnp.where(anywhere(stats.route == twell.SPARSE), twell.SPARSE, twell.DENSE).astype(jnp.int32),
+      active=None if stats.active is None else anywhere(stats.active),
     )
 
   in_specs = (P(axes), *(P() for _ in weights))

@@ -91,14 +91,12 @@ def add_misfit_gradients(
 ) -> tuple[jax.Array, Weights]:
   """(d_x_MD, d_weights), and what the rows where misfit_M holds add to the dense block's; others keep their bits."""
   number = jnp.sum(misfit_M, dtype=jnp.int32)
-  added = lambda d_weights, more: jax.tree.map(jnp.add, d_weights, more)
 
   def some(rung: int) -> Callable:
     def run(d_x_MD, d_weights):
       for rows, x_RD, d_y_RD in _rows_where(misfit_M, number, rung, x_MD, d_y_MD):
-        d_x_RD, more = gradients.dense(x_RD, weights, d_y_RD, d_l1)
+        d_x_RD, d_weights = gradients.dense(x_RD, weights, d_y_RD, d_l1, start=d_weights)
         d_x_MD = d_x_MD.at[rows].set(d_x_RD, mode="drop", unique_indices=True)
-        d_weights = added(d_weights, more)
       return d_x_MD, d_weights
 
     return run
@@ -106,8 +104,8 @@ def add_misfit_gradients(
   def all_rows(d_x_MD, d_weights):
     # A token of zeros fires for nothing, and adds nothing.
     own = lambda a_MD: jnp.where(misfit_M[:, None], a_MD, 0)
-    found_MD, more = gradients.dense(own(x_MD), weights, own(d_y_MD), d_l1)
-    return jnp.where(misfit_M[:, None], found_MD, d_x_MD), added(d_weights, more)
+    found_MD, d_weights = gradients.dense(own(x_MD), weights, own(d_y_MD), d_l1, start=d_weights)
+    return jnp.where(misfit_M[:, None], found_MD, d_x_MD), d_weights
 
   return _by_number(number, len(x_MD), some, all_rows, d_x_MD, d_weights)
 

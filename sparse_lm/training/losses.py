@@ -12,7 +12,6 @@ chooses between the first two and `sparsity.l1_multiplier` states the third, so 
 number of devices.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -54,21 +53,40 @@ def add(a, b):
   return jax.tree.map(lambda x, y: x | y if x.dtype == bool else x + y, a, b)
 
 
-@functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable)
+@jax.custom_vjp
 def cross_entropy(logits_BLV: jax.Array, targets_BL: jax.Array, weights_BL: jax.Array) -> jax.Array:
   """Sum over targets of weight * -log p(target), in nats and float32.
 
   Targets of weight 0 reach neither it nor a gradient, even as NaN. A target outside the vocabulary gives NaN, which
-  stops a run. Checkpointed, so that the backward pass keeps the logits in the compute dtype, not as float32 too.
+  stops a run. The backward pass keeps the logits in the compute dtype and one number for each target.
   """
-  # select here as well as below: the backward pass multiplies softmax by the zero that comes back, and 0 * NaN is NaN
-  logits_BLV = jnp.where(weights_BL[:, :, None] > 0, logits_BLV.astype(jnp.float32), 0.0)
-  # A sum of one term, and not an indexed read, whose gradient would be a scatter into an array of all logits.
-  vocab_size = logits_BLV.shape[-1]
-  picked_BL = jnp.sum(logits_BLV, axis=-1, where=jax.nn.one_hot(targets_BL, vocab_size, dtype=bool))
+  return _cross_entropy(logits_BLV, targets_BL, weights_BL)[0]
+
+
+def _cross_entropy(logits_BLV, targets_BL, weights_BL):
+  # select here as well as below: 0 * NaN is NaN
+  counted_BL, logits_BLV32 = weights_BL > 0, logits_BLV.astype(jnp.float32)
+  scores_BLV = jnp.where(counted_BL[:, :, None], logits_BLV32, 0.0)
+  vocab_size = scores_BLV.shape[-1]
+  # A sum of one term, and not an indexed read, which would gather over shards.
+  picked_BL = jnp.sum(scores_BLV, axis=-1, where=jax.nn.one_hot(targets_BL, vocab_size, dtype=bool))
   picked_BL = jnp.where((targets_BL >= 0) & (targets_BL < vocab_size), picked_BL, jnp.nan)
-  nats_BL = jax.nn.logsumexp(logits_BLV, axis=-1) - picked_BL
-  return jnp.sum(jnp.where(weights_BL > 0, weights_BL * nats_BL, 0.0))
+  log_sum_BL = jax.nn.logsumexp(scores_BLV, axis=-1)
+  nats_BL = jnp.where(counted_BL, log_sum_BL - picked_BL, 0.0)
+  # log_sum is kept: were it computed anew, nothing would ask for the value before the backward pass is over, and the
+  # logits, the largest array of a step, would wait for that.
+  return jnp.sum(weights_BL * nats_BL), (logits_BLV, targets_BL, weights_BL, log_sum_BL, nats_BL)
+
+
+def _cross_entropy_gradient(kept, d_sum):
+  logits_BLV, targets_BL, weights_BL, log_sum_BL, nats_BL = kept
+  p_BLV = jnp.exp(logits_BLV.astype(jnp.float32) - log_sum_BL[:, :, None])
+  p_BLV -= jax.nn.one_hot(targets_BL, logits_BLV.shape[-1], dtype=jnp.float32)
+  d_logits_BLV = jnp.where(weights_BL[:, :, None] > 0, (d_sum * weights_BL)[:, :, None] * p_BLV, 0.0)
+  return d_logits_BLV.astype(logits_BLV.dtype), None, d_sum * nats_BL
+
+
+cross_entropy.defvjp(_cross_entropy, _cross_entropy_gradient)
 
 
 def forward(model: Transformer, batch: dict[str, jax.Array], *, document_mask: bool) -> Sums:

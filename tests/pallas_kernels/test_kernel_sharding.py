@@ -255,6 +255,15 @@ class TestTwell:
     y_MD, stats = jax.eval_shape(functools.partial(sharding.twell_gated_feedforward, **options), x_MD, w_FD, w_FD, w_FD)
     assert (y_MD.shape, stats.active.shape) == (x_MD.shape, (1024,))
 
+    def outputs(*arrays):
+      y_MD, stats = sharding.twell_gated_feedforward(*arrays, **options)
+      return jnp.sum(y_MD, dtype=jnp.float32) + stats.l1, stats
+
+    # Statistics are integers, too: a sum over devices has a derivative for them, which is zero, a maximum has none.
+    gradients, stats = jax.eval_shape(jax.grad(outputs, argnums=(0, 3), has_aux=True), x_MD, w_FD, w_FD, w_FD)
+    assert [d.shape for d in gradients] == [x_MD.shape, w_FD.shape]
+    assert (stats.route.shape, stats.route.dtype) == ((), jnp.int32)
+
   def test_a_direct_call_names_the_wrapper(self, calls):
     local, wrapper, x_MD, weights = calls
     sharded_MD = jax.device_put(x_MD, NamedSharding(mesh_of(8), P("data")))
