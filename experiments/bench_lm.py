@@ -66,6 +66,7 @@ _STEPS = flags.DEFINE_integer("steps", 100, "loop: steps of a run", lower_bound=
 
 Json = dict[str, Any]
 _CALIBRATION = 4  # sequences on which the number of non-zeros is met
+_ERROR_LIMIT = {"forward": 3e-2, "AdamW step": 1e-2}  # of hidden states, of the gradient's norm; bf16 rounds otherwise
 
 
 def main(argv: list[str]) -> None:
@@ -268,6 +269,7 @@ def _dense_and_twell_steps(config: LmConfig, mesh: Mesh, non_zeros: float) -> It
       state = model = None  # before the next one's
     grad_norms[ffn] = float(metrics["grad_norm"])
     difference = abs(grad_norms[ffn] / grad_norms["dense"] - 1) if ffn != "dense" and "dense" in grad_norms else None
+    _require_equal("AdamW step", difference)
     rates = _with_rates(timing, "AdamW step", config, compiled)
     if ffn == "twell":
       rates["mfu"] = None  # it is there to do fewer operations
@@ -289,8 +291,15 @@ def _dense_and_twell(config: LmConfig, model: Transformer, tokens_BL: jax.Array)
       yield {"ffn": ffn, "error": first_line(error)}
       continue
     states[ffn] = x_BLD
-    compared = ffn != "dense" and "dense" in states
-    yield {"ffn": ffn} | times | {"relative_error": float(_distance(x_BLD, states["dense"])) if compared else None}
+    difference = float(_distance(x_BLD, states["dense"])) if ffn != "dense" and "dense" in states else None
+    _require_equal("forward", difference)
+    yield {"ffn": ffn} | times | {"relative_error": difference}
+
+
+def _require_equal(what: str, difference: float | None) -> None:
+  """Raises AssertionError for blocks that compute something else; they get no time."""
+  if difference is not None and not difference <= _ERROR_LIMIT[what]:  # also when it is NaN
+    raise AssertionError(f"{what}: twell is off dense by {difference:.1e}, {_ERROR_LIMIT[what]:.0e} allowed")
 
 
 def _time_sparse(config: LmConfig, model: Transformer, tokens_BL: jax.Array) -> tuple[Json, jax.Array]:

@@ -254,12 +254,14 @@ def _backward(options, kept, cotangents):
   """Weight gradients add up in float32."""
   (x_MD, *weights, traced_hint), kept, taken = kept
   d_y_MD, d_sums, _ = cotangents
+  weights = tuple(weights)
   if kept is None:
-    d_x_MD, d_weights = gradients.dense(x_MD, tuple(weights), d_y_MD, d_sums.l1)
+    d_x_MD, d_weights = gradients.dense(x_MD, weights, d_y_MD, d_sums.l1)
+    d_weights = gradients.rounded(d_weights, weights)
   else:
     d_x_MD, d_weights = _kernels().backward(
       x_MD,
-      tuple(weights),
+      weights,
       kept,
       d_y_MD,
       d_sums.l1,
@@ -268,7 +270,6 @@ def _backward(options, kept, cotangents):
       interpret=options.implementation == "interpret",
     )
   d_hint = jax.tree.map(jnp.zeros_like, traced_hint)  # decides how, not what
-  d_weights = jax.tree.map(lambda d, w: d.astype(w.dtype), tuple(d_weights), tuple(weights))
   return d_x_MD, *d_weights, d_hint
 
 

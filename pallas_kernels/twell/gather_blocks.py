@@ -65,7 +65,9 @@ def list_entries(words_ref, first_token, entries_smem, heads_smem, team: Team, *
         f"add.u32 j, $2, {group * _LANES}; setp.lt.and.u32 v, j, {tiles}, r; mul.wide.u32 g, j, {4 * words};"
         "add.u64 g, g, $0; mov.b32 w0, 0;"
         "@v ld.global.cs.v4.b32 {w0, w1, w2, w3}, [g]; @v ld.global.cs.v4.b32 {w4, w5, w6, w7}, [g+16];"
-        f"setp.ge.u32 o, w0, {words}; @o mov.b32 over, 1; min.u32 c, w0, {words - 1}; mov.b32 s, c;"
+        f"setp.ge.u32 o, w0, {words}; vote.sync.any.pred o, o, {ptx.ALL_LANES}; @o mov.b32 over, 1;"
+        # A list that nobody reads need not be copied.
+        "mov.b32 c, w0; setp.ne.u32 o, over, 0; @o mov.b32 c, 0; mov.b32 s, c;"
       )
       text += ptx.SCAN
       # a: where this lane's entries go, after those of the groups before (n) and of the lanes before (s - c)
@@ -80,7 +82,7 @@ def list_entries(words_ref, first_token, entries_smem, heads_smem, team: Team, *
         f"DONE{group}: bar.warp.sync {ptx.ALL_LANES}; redux.sync.add.u32 t, w0, {ptx.ALL_LANES}; add.u32 n, n, t;"
       )
     text += (
-      f"redux.sync.or.b32 over, over, {ptx.ALL_LANES}; setp.gt.u32 p, n, {capacity}; @p mov.b32 over, 1;"
+      f"setp.gt.u32 p, n, {capacity}; @p mov.b32 over, 1;"
       "setp.ne.u32 o, over, 0; mov.b32 e, n; @o mov.b32 e, 0; mov.b32 t, 0;"
       f"setp.eq.u32 p, $2, 0; @p st.shared.v4.b32 [$4], {{e, over, n, t}}; bar.warp.sync {ptx.ALL_LANES};}}"
     )
@@ -113,10 +115,12 @@ def multiply_rows(
     del ctx
     lane, warp, token = place_of_warp(first_token, team)
     row = Row(lane, warp, team, ir.MemRefType(x_ref.type).element_type)
-    token = clamped(token, num_tokens)
+    head = row_of(heads, warp)
+    # A misfit has no entries: any x will do, and the first one is in L2.
+    fits = arith.cmpi(arith.CmpIPredicate.eq, load_head(head, MISFIT), ptx.const(0))
+    token = arith.select(fits, clamped(token, num_tokens), ptx.const(0))
     words = row.load(row.start(ptx.global_address(x_ref), token), "ld.global.cs.v4.b32")
     x = [value for word in words for value in row.unpack(word)]
-    head = row_of(heads, warp)
     _note_if_not_finite(x, lane, head)
     weights, keep = row.base(ptx.global_address(w_ref)), keep_policy()
     entry_of, dot_of = (row_of(s, warp) for s in (entries, dots))

@@ -41,3 +41,8 @@ def dense(
     total = jax.tree.map(jnp.add, total, d_weights)
     parts.append(d_x_part)
   return jnp.concatenate(parts), total
+
+
+def rounded(d_weights: Weights, weights: Weights) -> Weights:
+  """As the weights are."""
+  return jax.tree.map(lambda d, w: d.astype(w.dtype), d_weights, weights)

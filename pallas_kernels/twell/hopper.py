@@ -114,7 +114,7 @@ def feedforward(
 def backward(
   x_MD, weights: Weights, kept: Kept, d_y_MD, d_l1, *, always_sparse: bool, taken, interpret: bool
 ) -> tuple[jax.Array, Weights]:
-  """(d_x_MD, float32 gradients of the weights), by the route that was taken; all rows are in them.
+  """(d_x_MD, gradients of the weights), by the route that was taken; all rows are in them.
 
   Args:
     x_MD: tokens.
@@ -127,14 +127,20 @@ def backward(
     interpret: run the kernels in Mosaic's interpreter.
   """
 
-  def sparse(*arrays):
+  # Rounded in the branches: what leaves them lives on.
+  def sparse():
     found = gradient_hopper.gradients(x_MD, kept, *weights, d_y_MD, d_l1, interpret=interpret)
     d_weights = found.d_gate_FD, found.d_up_FD, found.d_down_FD
-    return routing.add_misfit_gradients(x_MD, weights, ~found.fits_M, d_y_MD, d_l1, found.d_x_MD, d_weights)
+    d_x_MD, d_weights = routing.add_misfit_gradients(
+      x_MD, weights, ~found.fits_M, d_y_MD, d_l1, found.d_x_MD, d_weights
+    )
+    return d_x_MD, gradients.rounded(d_weights, weights)
 
-  if always_sparse:
-    return sparse()
-  return jax.lax.cond(taken == SPARSE, sparse, lambda: gradients.dense(x_MD, weights, d_y_MD, d_l1))
+  def dense():
+    d_x_MD, d_weights = gradients.dense(x_MD, weights, d_y_MD, d_l1)
+    return d_x_MD, gradients.rounded(d_weights, weights)
+
+  return sparse() if always_sparse else jax.lax.cond(taken == SPARSE, sparse, dense)
 
 
 def _nothing(x_MD: jax.Array, firing_FD: jax.Array, *, gated: bool) -> Kept:

@@ -98,7 +98,9 @@ def load_lists(kept: Kept, first_token, entries_smem, up_smem, heads_smem, team:
       return []
 
     ptx.for_each(lane, count, _LANES, step, [])
-    ptx.store_word(ptx.offset(blocks.row_of(heads, warp), ptx.const(blocks.ENTRIES), 4), count)
+    head = blocks.row_of(heads, warp)
+    for word, value in ((blocks.ENTRIES, count), (blocks.MISFIT, ptx.const(0))):
+      ptx.store_word(ptx.offset(head, ptx.const(word), 4), value)
     ptx.asm((), [], f"bar.warp.sync {ptx.ALL_LANES};", "")
     return []
 
