@@ -1,11 +1,12 @@
-"""Speed of the jagged attention family on a GPU, beside cuDNN in two forms and plain XLA; a record and a table.
+"""Speed of the jagged attention family on a GPU, beside cuDNN in three forms and plain XLA; a record and a table.
 
 python -m experiments.bench_attention --record=runs/attention
 python -m experiments.bench_attention --cases=gdpa,flash --record=runs/attention
 
 TFLOP/s count visible pairs alone: 4 H K each forward, 2.5 times that backward. The backward pass is what forward and
-backward take together less the forward pass. cuDNN gets the same rows padded to the longest, with their lengths, and
-equal rows of as many tokens (what no jagged data can beat); XLA its own attention on the padded rows, where it fits.
+backward take together less the forward pass. cuDNN gets the same rows padded to the longest, with their lengths; packed several
+to a sequence of that length, where they are unequal; and equal rows of as many tokens (what no jagged data can beat). XLA
+runs its own attention on the padded rows, where it fits.
 
 Dimension key: T tokens, B rows, L longest row, H heads, K head width.
 """
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
+from experiments import cudnn_packed
 from experiments.attention_tables import table
 from pallas_kernels import bench, device, jagged
 from pallas_kernels.jagged import shapes
@@ -45,7 +47,7 @@ class Case:
   shape: JaggedShape
   options: dict  # of jagged.attention
   with_bias: bool = False
-  baselines: tuple[str, ...] = ()  # cudnn_padded, cudnn_equal, xla
+  baselines: tuple[str, ...] = ()  # cudnn_padded, cudnn_packed, cudnn_equal, xla
 
 
 def cases() -> dict[str, Case]:
@@ -54,7 +56,8 @@ def cases() -> dict[str, Case]:
   found = {}
   for name, shape in shapes.BENCHMARK.items():
     if name.startswith("L=") and shape.keys is None and shape.queries is None:
-      found[f"flash {name}"] = Case(shape=shape, options={}, baselines=(*cudnn, "xla"))
+      packed = ("cudnn_packed",) if shape.fill < 1 else ()  # equal rows are packed as they are
+      found[f"flash {name}"] = Case(shape=shape, options={}, baselines=(*cudnn, *packed, "xla"))
       for activation in ("fast_gelu", "gelu_polynomial", "silu"):
         found[f"gdpa_{activation} {name}"] = Case(shape=shape, options=dict(activation=activation, pre_scale=0.088))
     if shape.keys is not None:
@@ -218,19 +221,23 @@ class Problem:
     longest = shape.L if name != "cudnn_equal" else max(8, round(self.lengths.mean() / 8) * 8)
     if name == "xla" and shape.B * shape.H * longest**2 > _XLA_PAIRS:
       raise ValueError("scores do not fit into memory")
+    packing = cudnn_packed.pack(self.lengths, longest)
+    sequences = len(packing.lengths_NM) if name == "cudnn_packed" else shape.B
     keys = jax.random.split(jax.random.key(0), 4)
-    normal = lambda key, tokens: jax.random.normal(key, (shape.B, tokens, shape.H, shape.K), shape.dtype)
+    normal = lambda key, tokens: jax.random.normal(key, (sequences, tokens, shape.H, shape.K), shape.dtype)
     lengths = {}
     if name == "cudnn_padded":
       k_lengths = jnp.asarray(self.lengths, jnp.int32)
       q_lengths = jnp.full_like(k_lengths, shape.queries) if shape.queries else k_lengths
       lengths = dict(query_seq_lengths=q_lengths, key_value_seq_lengths=k_lengths)
-    function = functools.partial(
-      jax.nn.dot_product_attention,
-      is_causal=bool(self.case.options.get("causal")),
-      implementation="xla" if name == "xla" else "cudnn",
-      **lengths,
-    )
+    causal = bool(self.case.options.get("causal"))
+    if name == "cudnn_packed":
+      function = functools.partial(cudnn_packed.attention, packing=packing, causal=causal)
+    else:
+      implementation = "xla" if name == "xla" else "cudnn"
+      function = functools.partial(
+        jax.nn.dot_product_attention, is_causal=causal, implementation=implementation, **lengths
+      )
     q, k, v, d_o = (normal(key, longest) for key in keys)
     if shape.queries:
       q, d_o = (a[:, : shape.queries] for a in (q, d_o))

@@ -120,7 +120,7 @@ def write_documents(*, check: bool) -> None:
 
 
 def _document_tables() -> dict[str, Callable[[], str]]:
-  from experiments import attention_tables, ffn_tables
+  from experiments import attention_tables, ffn_tables, ffn_training
   from pallas_kernels import bench
   from sparse_lm.tables import decode_table, fill, sparse_table, speed_table, to_markdown
 
@@ -129,6 +129,7 @@ def _document_tables() -> dict[str, Callable[[], str]]:
     return to_markdown(table, fill(table, ROOT))
 
   cases = lambda *names: [case for name in names for case in bench.load_cases(RECORDS / name)]
+  newest = lambda found: list({case["name"]: case for case in found}.values())  # of those measured twice
   documents = {name: functools.partial(paper, name) for name in table_names()}
   return documents | {
     "demo": _demo_table,
@@ -138,7 +139,11 @@ def _document_tables() -> dict[str, Callable[[], str]]:
     "ffn": lambda: ffn_tables.summary(
       [case for case in cases("bench_ffn_inference", "bench_ffn_decode") if case["name"] in _FFN]
     ),
-    "attention": lambda: attention_tables.summary(cases("bench_attention", "bench_attention_other")),
+    "training_ffn": lambda: ffn_training.table(cases("bench_ffn_training")),
+    "training": lambda: sparse_table(cases("bench_lm_training", "bench_lm_training_dots", "bench_lm_training_batch")),
+    "attention": lambda: attention_tables.summary(
+      newest(cases("bench_attention", "bench_attention_other", "bench_attention_masks"))
+    ),
   }
 
 

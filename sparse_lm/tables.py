@@ -165,13 +165,24 @@ def sparse_table(cases: list[Json]) -> str:
   the gradient.
   """
   memory = {name: title for name, title in _MEMORY.items() if any(name in c for c in cases)}
-  header = ["model", "sequences", "blocks", "non-zeros a token", cases[0]["what"], "energy", *memory.values()]
+  policies = ["remat"] if len({c.get("remat") for c in cases}) > 1 else []
+  header = [
+    "model",
+    "sequences",
+    *policies,
+    "blocks",
+    "non-zeros a token",
+    cases[0]["what"],
+    "energy",
+    *memory.values(),
+  ]
   header += ["off by", "ms (min to max)"]
   key = lambda c: (c["model"], c["sequences"], c.get("remat"), c["non_zeros"])
   dense = {key(c): c for c in cases if c["ffn"] == "dense"}
   rows = []
   for c in cases:
-    row = [_size(c["model"]), str(c["sequences"]), c["ffn"], f"{c.get('l0', c['non_zeros']):.1f}"]
+    row = [_size(c["model"]), str(c["sequences"]), *(c[p] for p in policies), c["ffn"]]
+    row.append(f"{c.get('l0', c['non_zeros']):.1f}")
     if "error" in c:
       rows.append([*row, c["error"], *["-"] * (len(header) - len(row) - 1)])
       continue

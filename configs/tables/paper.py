@@ -25,10 +25,10 @@ SIZES = {
   "2B": ("paper_2b", "about two days"),
 }
 _MICRO_BATCH = 8  # sequences on a device
-_TRAINING_KERNELS = NotBuilt(missing="the TwELL training kernels")
+_LARGE_MICRO_BATCH = 32  # of the 2B model, fits with sparse blocks alone
 _TRAINED = NotBuilt(missing="a benchmark of a trained model (the paper does not say how many non-zeros it has)")
 SPARSE_NOTE = (
-  "Our forward numbers of sparse models are of random weights whose gates let through as many neurons a token as the"
+  "Our speeds of sparse models are of random weights whose gates let through as many neurons a token as the"
   " paper's 1.5B model has non-zeros (29, and 108 where it says so), not of trained ones."
 )
 
@@ -59,14 +59,12 @@ def non_zeros(paper: str) -> Number:
   return Number(NON_ZEROS, paper, RunMetric(metric="validation_l0"))
 
 
-def dense_case(size: str, what: str, metric: str, scale: float = 1.0) -> BenchmarkCase:
-  """Returns a case of the committed record of dense models."""
-  training = {"sequences": _MICRO_BATCH, "remat": "dots_and_attention"}
+def dense_case(size: str, metric: str) -> BenchmarkCase:
+  """Returns a forward pass of the committed record of dense models."""
   return BenchmarkCase(
     record="experiments/records/bench_lm_dense",
-    case={"model": SIZES[size][0], "what": what} | ({"sequences": 64} if what == "forward" else training),
+    case={"model": SIZES[size][0], "what": "forward", "sequences": 64},
     metric=metric,
-    scale=scale,
     command="python -m experiments.bench_lm --what=dense --record=runs/bench_lm_dense",
     needs="one GPU of 80 GB",
   )
@@ -94,7 +92,7 @@ def forward(case: Callable[[str], BenchmarkCase], tokens_per_ms: str, energy: st
 
 
 def dense_forward(size: str, tokens_per_ms: str, energy: str) -> tuple[Number, Number]:
-  return forward(lambda metric: dense_case(size, "forward", metric), tokens_per_ms, energy)
+  return forward(lambda metric: dense_case(size, metric), tokens_per_ms, energy)
 
 
 def sparse_forward(
@@ -121,5 +119,23 @@ def _sparse_case(size: str, non_zeros: int, metric: str) -> BenchmarkCase:
   )
 
 
-def sparse_training(quantity: str, paper: str, change: str) -> Number:
-  return Number(quantity, paper, _TRAINING_KERNELS, change)
+def training(size: str, ffn: str, tokens_per_ms: str, memory: str) -> tuple[Number, Number]:
+  """Returns speed and memory of an AdamW step with "dense" or "twell" blocks; changes follow the paper's numbers."""
+  large = (size, ffn) == ("2B", "twell")
+  sequences = _LARGE_MICRO_BATCH if large else _MICRO_BATCH
+  options = f" --models={SIZES[size][0]} --train_batch={sequences}" if large else ""
+  folder = "bench_lm_training_batch" if large else "bench_lm_training"
+
+  def number(quantity: str, paper: str, metric: str, scale: float = 1.0) -> Number:
+    value, change = paper.split() if " " in paper else (paper, None)
+    source = BenchmarkCase(
+      record=f"experiments/records/{folder}",
+      case={"model": SIZES[size][0], "ffn": ffn, "sequences": sequences, "remat": "dots_and_attention"},
+      metric=metric,
+      scale=scale,
+      command=f"python -m experiments.bench_lm --what=training{options} --record=runs/{folder}",
+      needs="one GPU of 140 GB",
+    )
+    return Number(quantity, value, source, change)
+
+  return number(TRAINING, tokens_per_ms, "tokens_per_ms"), number(MEMORY, memory, "peak_bytes", scale=1e-9)
