@@ -4,9 +4,9 @@ python -m experiments.bench_attention --record=runs/attention
 python -m experiments.bench_attention --cases=gdpa,flash --record=runs/attention
 
 TFLOP/s count visible pairs alone: 4 H K each forward, 2.5 times that backward. The backward pass is what forward and
-backward take together less the forward pass. cuDNN gets the same rows padded to the longest, with their lengths; packed several
-to a sequence of that length, where they are unequal; and equal rows of as many tokens (what no jagged data can beat). XLA
-runs its own attention on the padded rows, where it fits.
+backward take together less the forward pass. cuDNN gets the same rows padded to the longest, with their lengths; packed
+several to a sequence of that length, where they are unequal; and equal rows of as many tokens (what no jagged data can
+beat). XLA runs its own attention on the padded rows, where it fits.
 
 Dimension key: T tokens, B rows, L longest row, H heads, K head width.
 """

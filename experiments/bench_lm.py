@@ -41,7 +41,7 @@ from sparse_lm.parallel.sharding import RULES
 from sparse_lm.tables import sparse_table
 from sparse_lm.training import mfu, recorder
 from sparse_lm.training.energy import energy_counter
-from sparse_lm.training.loop import train
+from sparse_lm.training.language_model import train
 from sparse_lm.training.losses import objective, totals
 from sparse_lm.training.progress import Progress
 from sparse_lm.training.state import COMPILER_OPTIONS, make_init, make_train_step

@@ -38,7 +38,7 @@ def main(config: LmConfig) -> None:
   import jax  # seconds to import: a wrong flag is answered before
 
   from sparse_lm import figures, report
-  from sparse_lm.training.loop import train
+  from sparse_lm.training.language_model import train
 
   # Models that differ in their L1 coefficient alone share one program.
   jax.config.update("jax_compilation_cache_dir", str(workdir / "compiled"))

@@ -19,7 +19,7 @@ def main(config: LmConfig) -> None:
   """Trains, and prints the last metrics."""
   if not _WORKDIR.value:
     raise UserError("--workdir is missing; name a folder for the run, such as --workdir=runs/tiny")
-  from sparse_lm.training.loop import train  # seconds to import: a wrong flag is answered before
+  from sparse_lm.training.language_model import train  # seconds to import: a wrong flag is answered before
 
   train(config, Path(_WORKDIR.value))
 

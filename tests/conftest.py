@@ -109,7 +109,7 @@ def base_config(corpus):
 @pytest.fixture(scope="session")
 def trained_once(base_config, tmp_path_factory):
   """The folder of a finished run, not to be touched."""
-  from sparse_lm.training.loop import train
+  from sparse_lm.training.language_model import train
 
   folder = tmp_path_factory.mktemp("trained")
   train(copy.deepcopy(base_config), folder)

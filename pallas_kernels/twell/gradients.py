@@ -30,7 +30,8 @@ def dense(
     y_MD, sums = reference.feedforward(x_MD, *weights, spec=None, hot=0, with_active=False)
     return y_MD, sums.l1
 
-  num_rows, parts, total = len(x_MD), [], start
+  num_rows, total = len(x_MD), start
+  parts: list[jax.Array] = []
   if total is None:
     total = jax.tree.map(lambda w: jnp.zeros_like(w, jnp.promote_types(w.dtype, jnp.float32)), weights)
   # Straight-line code, as in `routing.py`; what each chunk waits for keeps the temporaries of two from being alive.

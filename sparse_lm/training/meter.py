@@ -5,19 +5,15 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import jax
-
-from sparse_lm.config import LmConfig
-from sparse_lm.training import mfu
 from sparse_lm.training.energy import energy_counter
+from sparse_lm.training.task import Task
 
 
 class Meter:
   """Counts from `start` or the last `read`. Validation and saving do not count as training time."""
 
-  def __init__(self, config: LmConfig, devices: list[jax.Device]):
-    self._config, self._devices = config, devices
-    self._tokens_per_step = config.training.batch_size * config.model.context_length
+  def __init__(self, task: Task):
+    self._task, self._device = task, task.mesh.devices.flat[0]
     self._joules = energy_counter()
     self.start(0)
 
@@ -30,18 +26,18 @@ class Meter:
     """What the interval up to `step` gave; begins the next one."""
     seconds = time.perf_counter() - self._since - self._idle
     steps = step - self._step
-    speed = steps * self._tokens_per_step / seconds
+    units = steps * self._task.units_per_step
     entry: dict[str, Any] = {
       "seconds_per_step": seconds / steps,
-      "tokens_per_second": speed,
-      "mfu": mfu.training_mfu(self._config.model, speed, self._devices),
+      f"{self._task.unit}s_per_second": units / seconds,
+      "mfu": self._task.utilisation(units / seconds),
     }
-    stats = self._devices[0].memory_stats() or {}  # CPUs have none
+    stats = self._device.memory_stats() or {}  # CPUs have none
     if "peak_bytes_in_use" in stats:
       entry["peak_device_bytes"] = stats["peak_bytes_in_use"]
     # The counter moves some ten times a second; an interval that it did not see has no energy to report.
     if self._joules and (joules := self._joules() - self._joules_at_start) > 0:
-      entry["joules_per_token"] = joules / (steps * self._tokens_per_step)
+      entry[f"joules_per_{self._task.unit}"] = joules / units
     self.start(step)
     return entry
 

@@ -23,7 +23,7 @@ from sparse_lm.hf import HfFolder, convert, write_folder
 from sparse_lm.inference.opening import abstract_parameters
 from sparse_lm.models.transformer import Transformer
 from sparse_lm.training import checkpoint, recorder
-from sparse_lm.training.loop import train
+from sparse_lm.training.language_model import train
 from sparse_lm.training.progress import Progress
 
 TOKENS_BL = np.random.default_rng(0).integers(0, VOCAB, (2, 23))

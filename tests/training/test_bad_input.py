@@ -12,7 +12,7 @@ from test_promises import lines_of, wait_until
 from sparse_lm import config_io
 from sparse_lm.errors import EXIT_PREEMPTED, EXIT_USER_ERROR, UserError
 from sparse_lm.training import checkpoint, recorder
-from sparse_lm.training.loop import train
+from sparse_lm.training.language_model import train
 from sparse_lm.training.progress import Progress
 
 

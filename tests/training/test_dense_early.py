@@ -17,8 +17,8 @@ from sparse_lm.errors import Preempted
 from sparse_lm.models import feedforward
 from sparse_lm.parallel.mesh import make_mesh
 from sparse_lm.parallel.sharding import RULES
-from sparse_lm.training import loop, meter, recorder, sparsity
-from sparse_lm.training.loop import train
+from sparse_lm.training import language_model, loop, meter, recorder, sparsity
+from sparse_lm.training.language_model import train
 from sparse_lm.training.progress import Progress
 from sparse_lm.training.sparsity import DECISION_EVERY
 from sparse_lm.training.state import make_init, make_train_step
@@ -50,13 +50,13 @@ class StopAt(Progress):
 @pytest.fixture
 def compiled(monkeypatch):
   """Implementations of the steps that were compiled, in order."""
-  found, make = [], loop.make_train_step
+  found, make = [], language_model.make_train_step
 
   def note(config):
     found.append(config.model.ffn_implementation)
     return make(config)
 
-  monkeypatch.setattr(loop, "make_train_step", note)
+  monkeypatch.setattr(language_model, "make_train_step", note)
   return found
 
 
@@ -121,26 +121,26 @@ def test_with_sparse_below_1_twell_computes_every_step(config, tmp_path, compile
 
 
 def test_validation_is_computed_as_the_step_before_it_was(config, tmp_path, monkeypatch):
-  used, evaluate = [], loop._eval_step
+  used, evaluate = [], language_model._eval_step
 
   def note(model, batch, **options):
     used.append(model.blocks.feedforward.implementation)
     return evaluate(model, batch, **options)
 
-  monkeypatch.setattr(loop, "_eval_step", note)
+  monkeypatch.setattr(language_model, "_eval_step", note)
   changes = {"training.eval_every": DECISION_EVERY, "training.eval_batches": 1}
   train(config_io.overlay(config, TURNS_SPARSE | changes), tmp_path / "run")
   assert used == ["dense", "twell", "twell"]  # after steps 16, 32 and 36
 
 
 def test_the_time_that_the_second_step_takes_to_compile_is_no_training_time(config, tmp_path, monkeypatch):
-  late, make = [0.0], loop.make_train_step
+  late, make = [0.0], language_model.make_train_step
 
   def make_slowly(config):
     late[0] += 1e6
     return make(config)
 
-  monkeypatch.setattr(loop, "make_train_step", make_slowly)
+  monkeypatch.setattr(language_model, "make_train_step", make_slowly)
   monkeypatch.setattr(meter, "time", types.SimpleNamespace(perf_counter=lambda: time.perf_counter() + late[0]))
   train(config_io.overlay(config, TURNS_SPARSE), tmp_path)
   assert late[0] == 2e6

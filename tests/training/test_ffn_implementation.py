@@ -12,7 +12,7 @@ from pallas_kernels.twell import routing
 from sparse_lm import config_io
 from sparse_lm.errors import UserError
 from sparse_lm.inference import open_model
-from sparse_lm.training.loop import train
+from sparse_lm.training.language_model import train
 
 TWELL = {"model.ffn_implementation": "twell"}
 

@@ -6,7 +6,7 @@ import pytest
 from hub_folder import stream_from
 
 from sparse_lm import config_io
-from sparse_lm.training.loop import train
+from sparse_lm.training.language_model import train
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from run_helpers import losses
 from sparse_lm import config_io
 from sparse_lm.errors import UserError
 from sparse_lm.training import checkpoint
-from sparse_lm.training.loop import train
+from sparse_lm.training.language_model import train
 from sparse_lm.training.progress import Progress
 
 

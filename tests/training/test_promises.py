@@ -18,7 +18,7 @@ from sparse_lm import config_io
 from sparse_lm.errors import EXIT_NONFINITE, EXIT_PREEMPTED, EXIT_SAVE_FAILED, SaveError, UserError
 from sparse_lm.parallel.mesh import make_mesh
 from sparse_lm.training import checkpoint
-from sparse_lm.training.loop import train
+from sparse_lm.training.language_model import train
 from sparse_lm.training.state import make_init
 
 
