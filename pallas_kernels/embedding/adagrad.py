@@ -3,8 +3,9 @@
 g_r  = sum over the tokens t with ids[t] = r of weights[t] * d_out[bag of t] / divisor of the bag
 m_r += mean over D of g_r^2;  table_r -= learning_rate * g_r / (sqrt(m_r) + eps)
 
-The gradients of a repeated id are added first, in the order of the tokens, so that the result is one step on the sum
-and has the same bits every time. No array of V x D is there beside the table, which a jitted caller should donate.
+The gradients of a repeated id are added first, so that the result is one step on the sum. On a GPU XLA adds them
+atomically unless it is compiled with xla_gpu_deterministic_ops, and only there the last bits may differ between runs.
+No array of V x D is there beside the table, which a jitted caller should donate.
 
 Dimension key: V table rows, D row width, T ids, B bags.
 """
@@ -13,7 +14,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels import dispatch, row_offsets
 from pallas_kernels.embedding.reference import Mode, divisor_B, place_tokens
@@ -66,13 +66,14 @@ def rowwise_adagrad(
   terms_TD = jnp.where(exists_T[:, None], d_out_BD.at[bag_T].get(mode="fill", fill_value=0) * scale_T[:, None], 0)
 
   order_T = jnp.argsort(jnp.where(exists_T, ids, num_rows), stable=True)  # those that do not exist come last
-  sorted_T, exists_T, terms_TD = ids[order_T], exists_T[order_T], terms_TD[order_T]
-  starts_T = jnp.concatenate([jnp.ones((1,), bool), sorted_T[1:] != sorted_T[:-1]])
-  ends_T = jnp.concatenate([starts_T[1:] | ~exists_T[1:], jnp.ones((1,), bool)]) & exists_T
-  g_TD = _running_sums(starts_T, terms_TD)  # at the last token of each id: of all its tokens
+  sorted_T, exists_T = ids[order_T], exists_T[order_T]
+  starts_T = (sorted_T[1:] != sorted_T[:-1]) | (exists_T[1:] != exists_T[:-1])
+  run_T = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(starts_T, dtype=jnp.int32)])  # of equal ids
+  g_TD = jax.ops.segment_sum(terms_TD[order_T], run_T, num_segments=num_tokens, indices_are_sorted=True)
 
-  nowhere_T = num_rows + jnp.arange(num_tokens, dtype=jnp.int32)  # each at a place of its own
-  row_T = jnp.where(ends_T, sorted_T, nowhere_T)
+  # The row of each run, and for what is none a place of its own past the end of the table.
+  nowhere_T = num_rows + jnp.arange(num_tokens, dtype=jnp.int32)
+  row_T = nowhere_T.at[jnp.where(exists_T, run_T, num_tokens)].set(sorted_T, mode="drop")
   read = functools.partial(_rows, row_T=row_T)
   m_T = read(m_V) + jnp.mean(g_TD * g_TD, axis=1)
   rows_TD = read(table_VD).astype(jnp.float32) - learning_rate * g_TD / (jnp.sqrt(m_T) + eps)[:, None]
@@ -84,16 +85,6 @@ def rowwise_adagrad(
 
 def _rows(array: jax.Array, row_T: jax.Array) -> jax.Array:
   return array.at[row_T].get(mode="fill", fill_value=0, unique_indices=True)
-
-
-def _running_sums(starts_T: jax.Array, terms_TD: jax.Array) -> jax.Array:
-  """Of the terms since the last start; a scan, as its order of additions is fixed."""
-
-  def add(a, b):
-    (starts_a, sum_a), (starts_b, sum_b) = a, b
-    return starts_a | starts_b, jnp.where(starts_b, sum_b, sum_a + sum_b)
-
-  return lax.associative_scan(add, (starts_T[:, None], terms_TD))[1]
 
 
 def _check(op: str, table_VD, m_V, ids, offsets, weights, d_out_BD, eps) -> None:

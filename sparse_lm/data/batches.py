@@ -23,13 +23,23 @@ State = dict[str, Any]  # JSON
 _ENDLESS = 2**62  # grain wants a length; at a batch a microsecond this one lasts 146,000 years
 
 
-class BatchIterator(Protocol):
+class Source[Rows](Protocol):
+  """What batches are drawn from: rows, any of which can be taken together."""
+
+  def __len__(self) -> int:
+    """Number of rows."""
+
+  def gather(self, indices: np.ndarray) -> Rows:
+    """Rows of these numbers, as a batch."""
+
+
+class BatchIterator[Rows](Protocol):
   """Endless training batches, this process's share of each."""
 
-  def __iter__(self) -> "BatchIterator":
+  def __iter__(self) -> "BatchIterator[Rows]":
     """Returns itself."""
 
-  def __next__(self) -> Batch:
+  def __next__(self) -> Rows:
     """Returns the next batch."""
 
   def state(self) -> State:
@@ -42,14 +52,20 @@ class BatchIterator(Protocol):
     """Ends background work."""
 
 
-def training_batches(
-  blocks: Blocks, *, batch_size: int, seed: int, process_index: int = 0, process_count: int = 1, loader: str = "auto"
-) -> BatchIterator:
+def training_batches[Rows](
+  source: Source[Rows],
+  *,
+  batch_size: int,
+  seed: int,
+  process_index: int = 0,
+  process_count: int = 1,
+  loader: str = "auto",
+) -> BatchIterator[Rows]:
   """Returns the endless shuffled batches of a run; nothing is dropped and batches run on across epochs.
 
   Args:
-    blocks: what to draw from.
-    batch_size: blocks of the global batch.
+    source: what to draw from.
+    batch_size: rows of the global batch.
     seed: of the order.
     process_index: this process.
     process_count: processes that share each batch.
@@ -57,9 +73,9 @@ def training_batches(
   """
   if loader not in LOADERS:
     raise ValueError(f"training_batches: loader={loader!r} is unknown; allowed: {', '.join(LOADERS)}")
-  if len(blocks) == 0:
-    raise ValueError(f"training_batches: no blocks to draw from ({blocks.num_tokens} tokens)")
-  batches = _Batches(blocks, _Order(len(blocks), seed), share(batch_size, process_index, process_count), batch_size)
+  if len(source) == 0:
+    raise ValueError("training_batches: there is nothing to draw from")
+  batches = _Batches(source, _Order(len(source), seed), share(batch_size, process_index, process_count), batch_size)
   if loader == "auto":
     loader = "numpy" if importlib.util.find_spec("grain") is None else "grain"
   return _GrainIterator(batches) if loader == "grain" else _NumpyIterator(batches)
@@ -111,28 +127,28 @@ class _Order:
     return np.argsort(words, kind="stable")
 
 
-class _Batches:
+class _Batches[Rows]:
   """Batch t of one process, for any t: what both loaders hand out. (A sequence, as grain wants its sources.)"""
 
-  def __init__(self, blocks: Blocks, order: _Order, share: range, batch_size: int):
-    self._blocks, self._order, self._share, self._batch_size = blocks, order, share, batch_size
+  def __init__(self, source: Source[Rows], order: _Order, share: range, batch_size: int):
+    self._source, self._order, self._share, self._batch_size = source, order, share, batch_size
 
   def __len__(self) -> int:
     return _ENDLESS
 
-  def __getitem__(self, t: int) -> Batch:
+  def __getitem__(self, t: int) -> Rows:
     first = t * self._batch_size
-    return self._blocks.gather(self._order[range(first + self._share.start, first + self._share.stop)])
+    return self._source.gather(self._order[range(first + self._share.start, first + self._share.stop)])
 
 
-class _NumpyIterator:
-  def __init__(self, batches: _Batches):
+class _NumpyIterator[Rows]:
+  def __init__(self, batches: _Batches[Rows]):
     self._batches, self._handed_out = batches, 0
 
-  def __iter__(self) -> BatchIterator:
+  def __iter__(self) -> BatchIterator[Rows]:
     return self
 
-  def __next__(self) -> Batch:
+  def __next__(self) -> Rows:
     batch = self._batches[self._handed_out]
     self._handed_out += 1
     return batch
@@ -147,10 +163,10 @@ class _NumpyIterator:
     pass
 
 
-class _GrainIterator:
+class _GrainIterator[Rows]:
   """Keeps its own count: what grain's state counts is grain's affair."""
 
-  def __init__(self, batches: _Batches):
+  def __init__(self, batches: _Batches[Rows]):
     try:
       import grain
     except ImportError as error:
@@ -159,11 +175,11 @@ class _GrainIterator:
     self._iterator: Any = iter(grain.MapDataset.source(batches).to_iter_dataset(options))
     self._handed_out = 0
 
-  def __iter__(self) -> BatchIterator:
+  def __iter__(self) -> BatchIterator[Rows]:
     return self
 
-  def __next__(self) -> Batch:
-    batch: Batch = next(self._iterator)
+  def __next__(self) -> Rows:
+    batch: Rows = next(self._iterator)
     self._handed_out += 1
     return batch
 

@@ -14,13 +14,14 @@ from pathlib import Path
 from sparse_lm.config import DataConfig
 from sparse_lm.data.progress import Report
 from sparse_lm.errors import UserError
+from sparse_lm.recsys_config import InteractionsConfig
 
 
 class DamagedError(Exception):
   """A cached folder is not what was written; the message says which file, and how it differs."""
 
 
-def cache_root(config: DataConfig) -> Path:
+def cache_root(config: DataConfig | InteractionsConfig) -> Path:
   """Folder of all caches: data.cache_dir, else sparse-lm in the user's cache folder."""
   if config.cache_dir:
     return Path(os.path.expanduser(config.cache_dir))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from sparse_lm.config import LmConfig
+from sparse_lm.config import LmConfig, TrainingConfig
 from sparse_lm.models.transformer import Transformer
 from sparse_lm.parallel import sharding
 from sparse_lm.training import losses, sparsity
@@ -29,11 +29,9 @@ class TrainState:
   first_bad_step: jax.Array  # i32[], first step whose loss or gradient was NaN or infinite; -1 while there is none
 
 
-def learning_rate(config: LmConfig) -> optax.Schedule:
+def learning_rate(training: TrainingConfig) -> optax.Schedule:
   """Linear from 0 over warmup_steps, then a cosine that reaches 0 when all steps are done."""
-  return optax.warmup_cosine_decay_schedule(
-    0.0, config.training.learning_rate, config.training.warmup_steps, config.training.steps
-  )
+  return optax.warmup_cosine_decay_schedule(0.0, training.learning_rate, training.warmup_steps, training.steps)
 
 
 def make_optimizer(config: LmConfig) -> optax.GradientTransformation:
@@ -46,7 +44,7 @@ def make_optimizer(config: LmConfig) -> optax.GradientTransformation:
   return optax.chain(
     optax.clip_by_global_norm(training.clip_norm),
     optax.adamw(
-      learning_rate(config),
+      learning_rate(config.training),
       b1=training.beta1,
       b2=training.beta2,
       eps=training.epsilon,
@@ -57,7 +55,7 @@ def make_optimizer(config: LmConfig) -> optax.GradientTransformation:
 
 
 # The random draws of a model run once; optimising their code takes longer than everything else before the first step.
-_COMPILE_FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+COMPILE_FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 # For every program whose results are written down.
@@ -74,7 +72,7 @@ COMPILER_OPTIONS = {
 def make_init(config: LmConfig) -> jax.stages.Wrapped:
   """Returns the jitted maker of a fresh state, laid out by the sharding rules; its values depend on the seed alone."""
 
-  @functools.partial(jax.jit, compiler_options=_COMPILE_FAST)
+  @functools.partial(jax.jit, compiler_options=COMPILE_FAST)
   def init():
     init_key, run_key = jax.random.split(jax.random.key(config.seed))
     model = sharding.shard_parameters(Transformer(config.model, config.precision, rngs=nnx.Rngs(init_key)))
@@ -99,7 +97,7 @@ def make_train_step(config: LmConfig) -> jax.stages.Wrapped:
   Each array of the batch is [A, B/A, L]: A micro-batches of the global batch, whose gradients add up to the gradient of
   all B sequences at once.
   """
-  optimizer, schedule, scale = make_optimizer(config), learning_rate(config), losses.l1_scale(config)
+  optimizer, schedule, scale = make_optimizer(config), learning_rate(config.training), losses.l1_scale(config)
 
   def coefficients(state):
     """(what the state keeps, what is in force in this step)."""

@@ -42,6 +42,15 @@ class Batches(Iterator[Any], Protocol):
     """Ends what works ahead."""
 
 
+class Step(Protocol):
+  """(state, placed batch) -> (state, metrics), compiled ahead of time; it consumes the state."""
+
+  def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]: ...
+
+  def memory_analysis(self) -> Any:
+    """What the compiler says of its memory; None: nothing."""
+
+
 class Task(abc.ABC):
   """One kind of training. The loop calls all methods inside `jax.set_mesh(self.mesh)`."""
 
@@ -62,8 +71,8 @@ class Task(abc.ABC):
     """The jitted maker of a fresh state."""
 
   @abc.abstractmethod
-  def compile(self, state: State, variant: str) -> jax.stages.Compiled:
-    """The step (state, placed batch) -> (state, metrics), ahead of time; it consumes the state."""
+  def compile(self, state: State, variant: str) -> Step:
+    """The step by a program."""
 
   @abc.abstractmethod
   def place(self, batch: Any) -> Any:

@@ -191,7 +191,7 @@ def test_a_batch_that_processes_cannot_share_evenly_is_refused(blocks):
 
 def test_no_blocks_is_an_error_and_not_an_endless_wait(tmp_path):
   write_store(tmp_path, [np.array([1, 2, 3])], vocab_size=9, made_from={}, shard_tokens=32)
-  with pytest.raises(ValueError, match=r"no blocks to draw from \(3 tokens\)"):
+  with pytest.raises(ValueError, match="there is nothing to draw from"):
     training_batches(Blocks(load_store(tmp_path, made_from={}), 4, True), batch_size=1, seed=0)
 
 

@@ -324,7 +324,7 @@ def test_an_infinite_gradient_is_bad_though_the_loss_is_finite(one):
 
 def test_learning_rate_rises_from_zero_and_falls_as_a_cosine_to_zero_when_all_steps_are_done():
   config = LmConfig(training=Training(steps=20, learning_rate=0.5, warmup_steps=4))
-  schedule = state.learning_rate(config)
+  schedule = state.learning_rate(config.training)
   expected = [0.5 * n / 4 for n in range(4)] + [0.25 * (1 + np.cos(np.pi * n / 16)) for n in range(17)]
   np.testing.assert_allclose([schedule(n) for n in range(21)], expected, atol=1e-7)
   assert schedule(0) == 0
@@ -332,7 +332,7 @@ def test_learning_rate_rises_from_zero_and_falls_as_a_cosine_to_zero_when_all_st
 
 
 def test_without_warmup_the_first_step_has_the_whole_learning_rate():
-  assert state.learning_rate(LmConfig(training=Training(learning_rate=0.5, warmup_steps=0)))(0) == 0.5
+  assert state.learning_rate(Training(learning_rate=0.5, warmup_steps=0))(0) == 0.5
 
 
 def test_three_steps_of_the_optimizer_equal_adamw_written_in_float64():

@@ -1,0 +1,136 @@
+"""What decides a run of a recommender. Fields, their meaning and their limits; nothing here imports JAX."""
+
+import dataclasses
+
+from sparse_lm.config import LOADERS, CheckpointConfig, PrecisionConfig, TrainingConfig
+from sparse_lm.errors import UserError
+
+MODEL_KINDS = ("logistic", "dlrm", "dcnv2", "wukong", "gem")
+INTERACTION_SOURCES = ("movielens_100k", "movielens", "synthetic")
+SPLITS = ("time", "user_time")
+
+
+@dataclasses.dataclass
+class RecommenderConfig:
+  """Sizes of a model; each kind reads those that it has."""
+
+  kind: str = "gem"  # logistic, dlrm, dcnv2, wukong, or gem: Kunlun's blocks over the history beside Wukong layers
+  width: int = 16  # of embeddings and tokens; logistic regression has 1
+  head_width: int = 64  # of the hidden layer before the logit
+  num_layers: int = 2  # of crosses, Wukong layers or blocks
+  rank: int = 8  # of factorisation machines
+  tokens: int = 8  # that a Wukong layer puts out, half of them by its factorisation machine
+  mlp_width: int = 64  # inside a Wukong layer
+  num_heads: int = 2  # gem
+  window: int = 16  # gem: events on either side that an event sees
+  neurons: int = 16  # gem: of the personalised feed-forward block
+  summary_tokens: int = 4  # gem: from which its weights are made
+  seeds: int = 8  # gem: that gather from the history
+  pooled_tokens: int = 4  # gem: that they are compressed to
+  time_scale: float = 86400.0  # gem: seconds; much younger events are told apart by their position alone
+
+  def validate(self) -> None:
+    """Raises UserError for sizes that cannot work together."""
+    if self.kind not in MODEL_KINDS:
+      raise UserError(f"model.kind={self.kind!r} is unknown; allowed: {', '.join(MODEL_KINDS)}")
+    for name, value in dataclasses.asdict(self).items():
+      if name != "kind" and not value > 0:
+        raise UserError(f"model.{name}={value} must be positive")
+    if self.kind == "logistic" and self.width != 1:
+      raise UserError(
+        f"model.width={self.width}, but logistic regression has one weight for each id; set model.width=1"
+      )
+    if self.kind in ("wukong", "gem") and self.tokens % 2:
+      raise UserError(f"model.tokens={self.tokens} must be even: half of them come from the factorisation machine")
+    if self.kind == "gem" and (self.width % self.num_heads or self.width // self.num_heads % 4):
+      raise UserError(
+        f"model.width={self.width} / model.num_heads={self.num_heads} must be a multiple of 4: half of a head's pairs"
+        " turn with the position, half with time"
+      )
+
+
+@dataclasses.dataclass
+class InteractionsConfig:
+  """Where interactions come from and which of them are predicted."""
+
+  source: str = "movielens_100k"  # fetched once; movielens: files of data.path; synthetic: drawn, with a known teacher
+  path: str | None = None  # movielens: a folder, or its ratings file (.inter, ratings.dat, ratings.csv)
+  split: str = "time"  # time: the log is cut at two moments; user_time: each user's events are
+  validation_fraction: float = 0.1  # share of the events that a run is judged by
+  test_fraction: float = 0.1  # share of the latest events, evaluated after the last step alone
+  positive_from: float = 4.0  # label from which an event counts as positive
+  longest: int = 50  # events of a history, the newest
+  synthetic_users: int = 2000  # each with a log-normal number of events, 106 in the mean
+  synthetic_items: int = 1000
+  synthetic_seed: int = 0  # of the teacher and of what is drawn from it
+  loader: str = "auto"  # grain where it is installed, else numpy; both give the same batches
+  cache_dir: str | None = None  # fetched files; None: $XDG_CACHE_HOME/sparse-lm or ~/.cache/sparse-lm
+
+  def validate(self) -> None:
+    """Raises UserError for a path that is missing or would be ignored, and for shares out of range."""
+    if self.source not in INTERACTION_SOURCES:
+      raise UserError(f"data.source={self.source!r} is unknown; allowed: {', '.join(INTERACTION_SOURCES)}")
+    if self.split not in SPLITS:
+      raise UserError(f"data.split={self.split!r} is unknown; allowed: {', '.join(SPLITS)}")
+    if (self.path is None) == (self.source == "movielens"):
+      said = (
+        "needs data.path: a folder or its ratings file" if self.path is None else "reads no data.path; leave it out"
+      )
+      raise UserError(f"data.source={self.source!r} {said}")
+    held_out = self.validation_fraction, self.test_fraction
+    if not (min(held_out) >= 0 and sum(held_out) < 1):
+      raise UserError(
+        f"data.validation_fraction={self.validation_fraction} and data.test_fraction={self.test_fraction} must be at"
+        " least 0 and leave events to train on"
+      )
+    for name, least in (("longest", 0), ("synthetic_users", 1), ("synthetic_items", 1), ("synthetic_seed", 0)):
+      if getattr(self, name) < least:
+        raise UserError(f"data.{name}={getattr(self, name)} must be at least {least}")
+    if self.loader not in LOADERS:
+      raise UserError(f"data.loader={self.loader!r} is unknown; allowed: {', '.join(LOADERS)}")
+
+
+@dataclasses.dataclass
+class TablesConfig:
+  """Embedding tables, and the row-wise Adagrad that updates the rows a batch has looked up."""
+
+  init_std: float = 0.05
+  learning_rate: float = 0.05
+  epsilon: float = 1e-6
+
+  def validate(self) -> None:
+    """Raises UserError for values out of range."""
+    for name, value in dataclasses.asdict(self).items():
+      if not value > 0:
+        raise UserError(f"tables.{name}={value} must be positive")
+
+
+def _training() -> TrainingConfig:
+  return TrainingConfig(steps=1000, batch_size=256, weight_decay=0.0, beta2=0.999, warmup_steps=50)
+
+
+@dataclasses.dataclass
+class RecsysConfig:
+  """Everything that decides a run; saved as config.json and compared when the run resumes. A run has one device."""
+
+  model: RecommenderConfig = dataclasses.field(default_factory=RecommenderConfig)
+  precision: PrecisionConfig = dataclasses.field(default_factory=lambda: PrecisionConfig(recipe="fp32"))
+  data: InteractionsConfig = dataclasses.field(default_factory=InteractionsConfig)
+  tables: TablesConfig = dataclasses.field(default_factory=TablesConfig)
+  training: TrainingConfig = dataclasses.field(default_factory=_training)
+  checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+  seed: int = 0
+
+  def validate(self) -> None:
+    """Raises UserError, naming the field and both values, at the first thing that cannot work."""
+    for section in (self.model, self.precision, self.data, self.tables, self.training, self.checkpoint):
+      section.validate()
+    if self.training.accumulation_steps != 1:
+      raise UserError(
+        f"training.accumulation_steps={self.training.accumulation_steps}, but a table takes one step on the whole"
+        " batch; set 1, and a training.batch_size that fits"
+      )
+    if self.checkpoint.restore_path is not None:
+      raise UserError("checkpoint.restore_path is for language models; a recommender goes on from its own --workdir")
+    if not 0 <= self.seed < 2**32:
+      raise UserError(f"seed={self.seed} must lie in [0, 2**32)")
