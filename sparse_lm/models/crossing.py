@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
-from sparse_lm.models.mlp import Affine, fan_in_normal
+from sparse_lm.models.initial import normal_weight
+from sparse_lm.models.mlp import Affine
 from sparse_lm.parallel import sharding
 from sparse_lm.precision.linear import linear
 from sparse_lm.precision.recipes import Recipe
@@ -19,7 +21,7 @@ class LowRankAffine(nnx.Module):
   """y = U (V x) + b, an affine map of rank R (DCNv2, eq. 3)."""
 
   def __init__(self, width: int, rank: int, recipe: Recipe, *, rngs: nnx.Rngs):
-    self.v_RD = fan_in_normal(rank, width, rngs=rngs)
+    self.v_RD = normal_weight((rank, width), width, rngs=rngs)
     self.u = Affine(rank, width, recipe, rngs=rngs)
     self.width, self.rank = width, rank
     self.recipe = recipe
@@ -60,11 +62,12 @@ def pairwise_dots(x_BND: jax.Array, recipe: Recipe) -> jax.Array:
   batch, tokens, _ = x_BND.shape
   dots_BNN = jnp.einsum("BND,BMD->BNM", x_BND, x_BND, precision=recipe.matmul_precision)
   above_P = np.flatnonzero(np.triu(np.ones((tokens, tokens), bool), k=1))
+  layout = P(jax.typeof(x_BND).sharding.spec[0], None) if sharding.under_mesh() else None
   # Unique and sorted, and JAX told so: the gradient is then a scatter that needs no atomics.
   return (
     dots_BNN.reshape(batch, tokens * tokens)
     .at[:, above_P]
-    .get(unique_indices=True, indices_are_sorted=True, out_sharding=sharding.activations(2))
+    .get(unique_indices=True, indices_are_sorted=True, out_sharding=layout)
   )
 
 

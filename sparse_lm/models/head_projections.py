@@ -4,16 +4,11 @@ Dimension key: T packed tokens, D width, H heads, K head width.
 """
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
+from sparse_lm.models.initial import normal_weight
 from sparse_lm.precision.linear import linear
 from sparse_lm.precision.recipes import Recipe
-
-
-def normal_weight(shape: tuple[int, ...], fan_in: int, *, rngs: nnx.Rngs) -> nnx.Param:
-  """Of any rank, for sums over `fan_in` inputs, whose variance it keeps: entries from N(0, 1 / fan_in)."""
-  return nnx.Param(nnx.initializers.normal(fan_in**-0.5)(rngs.params(), shape, jnp.float32))
 
 
 def head_width(width: int, num_heads: int) -> int:

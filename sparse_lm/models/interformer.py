@@ -20,7 +20,7 @@ from flax import nnx
 from pallas_kernels import jagged
 from pallas_kernels.dispatch import Implementation
 from sparse_lm.models.gate import Gate
-from sparse_lm.models.head_projections import normal_weight
+from sparse_lm.models.initial import normal_weight
 from sparse_lm.models.packed import first_tokens, last_tokens
 from sparse_lm.models.seed_pooling import Pma
 from sparse_lm.models.sequence import WindowAttention

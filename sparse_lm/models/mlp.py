@@ -10,24 +10,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from sparse_lm.models.initial import normal_weight
 from sparse_lm.precision.linear import linear, operand
 from sparse_lm.precision.recipes import Recipe
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {"relu": jax.nn.relu, "silu": jax.nn.silu}
 
 
-def fan_in_normal(out_width: int, in_width: int, *, rngs: nnx.Rngs) -> nnx.Param:
-  """A matrix [out, in] that keeps the variance of its input: entries from N(0, 1 / in)."""
-  # A width may be 0: one token alone has no pairs.
-  std = max(in_width, 1) ** -0.5
-  return nnx.Param(nnx.initializers.normal(std)(rngs.params(), (out_width, in_width), jnp.float32))
-
-
 class Affine(nnx.Module):
   """y = x W^T + b, from [..., D] to [..., F]. b starts at zero."""
 
   def __init__(self, in_width: int, out_width: int, recipe: Recipe, *, rngs: nnx.Rngs):
-    self.w_FD = fan_in_normal(out_width, in_width, rngs=rngs)
+    self.w_FD = normal_weight((out_width, in_width), in_width, rngs=rngs)
     self.b_F = nnx.Param(jnp.zeros((out_width,), jnp.float32))
     self.in_width = in_width
     self.out_width = out_width

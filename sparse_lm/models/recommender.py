@@ -107,11 +107,12 @@ class LogisticRegression(nnx.Module):
   """logit = b + sum over features of the mean weight of its ids + w . numeric."""
 
   def __init__(self, config: RecommenderConfig, features: int, numeric: int, recipe: Recipe, *, rngs: nnx.Rngs):
-    self.of_numeric = Affine(numeric, 1, recipe, rngs=rngs)
+    self.tokens = _Tokens(config, features, numeric, recipe, rngs=rngs)  # of width 1
+    self.bias = nnx.Param(jnp.zeros((), jnp.float32))
 
   def __call__(self, inputs: Inputs) -> jax.Array:
     """logit_B."""
-    return (jnp.sum(inputs.tokens_BFD[:, :, 0], axis=1) + self.of_numeric(inputs.numeric_BN)[:, 0]).astype(jnp.float32)
+    return jnp.sum(self.tokens(inputs), axis=(1, 2), dtype=jnp.float32) + self.bias[...]
 
 
 class Dlrm(nnx.Module):

@@ -20,7 +20,8 @@ from flax import nnx
 
 from pallas_kernels import jagged
 from pallas_kernels.dispatch import Implementation
-from sparse_lm.models.head_projections import HeadProjections, head_width, normal_weight
+from sparse_lm.models.head_projections import HeadProjections, head_width
+from sparse_lm.models.initial import normal_weight
 from sparse_lm.models.packed import clear_padding, places
 from sparse_lm.models.rms_norm import rms_norm
 from sparse_lm.precision.linear import linear

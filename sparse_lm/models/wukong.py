@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from sparse_lm.models.initial import normal_weight
 from sparse_lm.models.layer_norm import layer_norm
-from sparse_lm.models.mlp import MLP, fan_in_normal
+from sparse_lm.models.mlp import MLP
 from sparse_lm.precision.linear import linear
 from sparse_lm.precision.recipes import Recipe
 
@@ -53,7 +54,7 @@ class FMB(nnx.Module):
   def __init__(
     self, tokens: int, out_tokens: int, width: int, config: InteractionConfig, recipe: Recipe, *, rngs: nnx.Rngs
   ):
-    self.y_RN = fan_in_normal(config.rank, tokens, rngs=rngs)
+    self.y_RN = normal_weight((config.rank, tokens), tokens, rngs=rngs)
     widths = (tokens * config.rank, *config.hidden, out_tokens * width)
     self.mlp = MLP(widths, config.activation, recipe, rngs=rngs)
     self.tokens, self.out_tokens, self.width, self.rank = tokens, out_tokens, width, config.rank
@@ -75,7 +76,7 @@ class LCB(nnx.Module):
   """Linear compression block: W X, one matrix of mixtures of tokens for all D columns."""
 
   def __init__(self, tokens: int, out_tokens: int, width: int, recipe: Recipe, *, rngs: nnx.Rngs):
-    self.w_CN = fan_in_normal(out_tokens, tokens, rngs=rngs)
+    self.w_CN = normal_weight((out_tokens, tokens), tokens, rngs=rngs)
     self.tokens, self.out_tokens, self.width = tokens, out_tokens, width
     self.recipe = recipe
 

@@ -79,6 +79,7 @@ def dots(tokens):
 def interaction(name, p, tokens):
   width = tokens.shape[1]
   if name.endswith("cross"):
+    assert ("v_RD" in p["network"]["projections"][0]) == (name == "low_rank_cross")
     return resized(p.get("compress"), cross(p["network"], tokens.flatten()).reshape(tokens.shape))
   return {
     "dots": lambda: mlp(p["mlp"], dots(tokens)).reshape(-1, width),

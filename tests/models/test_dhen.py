@@ -29,6 +29,7 @@ VARIANTS = {
 @pytest.mark.parametrize(("batch", "tokens", "names", "layers"), VARIANTS.values(), ids=VARIANTS)
 def test_equals_a_float64_oracle_with_its_gradients(batch, tokens, names, layers):
   module = oracle.built(make(tokens, names, num_layers=layers))
+  assert len(module.layers) == layers
   oracle.assert_equals(module, lambda p, x: oracle.dhen(p, x, names), oracle.inputs(batch, tokens, WIDTH))
 
 

@@ -8,8 +8,9 @@ import pytest
 from flax import nnx
 
 from sparse_lm.models.gate import Gate
+from sparse_lm.models.initial import normal_weight
 from sparse_lm.models.layer_norm import layer_norm
-from sparse_lm.models.mlp import MLP, fan_in_normal
+from sparse_lm.models.mlp import MLP
 from sparse_lm.precision.recipes import RECIPES
 
 FP32 = RECIPES["fp32"]
@@ -73,7 +74,7 @@ def test_bf16_computes_in_bf16_from_float32_weights():
 
 
 def test_a_matrix_keeps_the_variance_of_its_input_and_a_bias_starts_at_zero():
-  w_FD = np.asarray(fan_in_normal(200, 400, rngs=nnx.Rngs(0))[...])
+  w_FD = np.asarray(normal_weight((200, 400), 400, rngs=nnx.Rngs(0))[...])
   assert w_FD.shape == (200, 400)
   assert abs(w_FD.std() * 20 - 1) < 0.01
   assert (np.asarray(MLP((2, 3), "relu", FP32, rngs=nnx.Rngs(0)).layers[0].b_F[...]) == 0).all()

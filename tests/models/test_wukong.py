@@ -91,12 +91,14 @@ def test_operations_are_those_that_xla_counts_and_do_not_grow_with_the_square_of
   oracle.assert_flops(make_experts(48, 64, **sizes), flops, 48, 64)
 
 
-def test_operations_follow_the_formula_of_the_paper():
-  """A row of its scaling ladder: l = 2, n_L = n_F = 8, k = 24, MLP 3 x 2048, here of 16 tokens of 160."""
+@pytest.mark.parametrize(("tokens", "compression"), [(16, 0), (20, 2 * 16 * 20 * 160)])
+def test_operations_follow_the_formula_of_the_paper(tokens, compression):
+  """A row of its scaling ladder: l = 2, n_L = n_F = 8, k = 24, MLP 3 x 2048; of tokens of width 160."""
   sizes = {"fmb_tokens": 8, "lcb_tokens": 8, "rank": 24, "hidden": (2048, 2048, 2048), "num_layers": 2}
-  n, k, d, h = 16, 24, 160, 2048
-  layer = 2 * (2 * n * k * d) + 2 * (n * k * h + 2 * h * h + h * 8 * d) + 2 * 8 * n * d
-  assert jax.eval_shape(lambda: make(16, 160, **sizes)(nnx.Rngs(0))).flops() == 2 * layer
+  k, d, h = 24, 160, 2048
+  layer = lambda n: 2 * (2 * n * k * d) + 2 * (n * k * h + 2 * h * h + h * 8 * d) + 2 * 8 * n * d
+  module = jax.eval_shape(lambda: make(tokens, 160, **sizes)(nnx.Rngs(0)))
+  assert module.flops() == layer(tokens) + layer(16) + compression
 
 
 def test_bf16_computes_in_bf16_within_its_precision():
