@@ -59,6 +59,7 @@ def test_a_run_learns_and_says_how_well(config, tmp_path):
   assert "test_loss" not in losses(tmp_path)[10]
 
 
+@pytest.mark.slow
 def test_stopped_anywhere_a_run_reaches_the_same_metrics(config, tmp_path):
   train(config, tmp_path / "whole")
   for step in (4, 17):
