@@ -81,7 +81,9 @@ def markdown_table(runs: Mapping[str, RunRecord], baseline: str, *, with_speed: 
         f"run {name!r} is at step {run.last['step']} of {run.steps} or has no validation; finish it first"
       )
   header = ["model", "L1 coefficient", "validation CE (nats a token)", f"against {baseline}"]
-  header += ["non-zeros a token (L0)", "zero activations", "dead neurons"] + (["tokens/s"] if with_speed else [])
+  header += ["non-zeros a token (L0)", "zero activations", "dead neurons"] + (
+    ["tokens/s", "peak memory"] if with_speed else []
+  )
   rows = []
   reference = runs[baseline].last["validation_loss"]
   for name, run in runs.items():
@@ -95,6 +97,7 @@ def markdown_table(runs: Mapping[str, RunRecord], baseline: str, *, with_speed: 
       row += ["-", "-", "-"]  # no hidden units
     if with_speed:
       row.append(f"{statistics.median(entry['tokens_per_second'] for entry in run.metrics):,.0f}")
+      row.append(f"{last['peak_device_bytes'] / 2**30:.1f} GiB" if "peak_device_bytes" in last else "-")
     rows.append(row)
   return bench.markdown_table(header, rows)
 

@@ -55,6 +55,7 @@ def runs(tmp_path):
     "sparse": entries_of(loss=4.1, speeds=[1000, 1500, 9e9], coefficient=0.00123456, l0=12.5, dead=0.25),
     "no FFN": entries_of(loss=5.0, speeds=[12345.6]),
   }
+  folders["sparse"][-1]["peak_device_bytes"] = 3 << 30  # a CPU has none
   return {name: report.read_run(write_run(tmp_path / name, entries)) for name, entries in folders.items()}
 
 
@@ -65,16 +66,16 @@ def cells(table):
 def test_table_has_a_row_a_run_with_losses_against_the_baseline_and_the_median_speed(runs):
   header, _, dense, sparse, none = cells(report.markdown_table(runs, baseline="dense"))
   assert header[3] == "against dense"
-  assert dense == ["dense", "0", "4.0000", "+0.0%", "100.0 of 200", "50.0%", "0.0%", "2,000"]
-  assert sparse == ["sparse", "0.00123", "4.1000", "+2.5%", "12.5 of 200", "93.8%", "25.0%", "1,500"]
-  assert none == ["no FFN", "0", "5.0000", "+25.0%", "-", "-", "-", "12,346"]
+  assert dense == ["dense", "0", "4.0000", "+0.0%", "100.0 of 200", "50.0%", "0.0%", "2,000", "-"]
+  assert sparse == ["sparse", "0.00123", "4.1000", "+2.5%", "12.5 of 200", "93.8%", "25.0%", "1,500", "3.0 GiB"]
+  assert none == ["no FFN", "0", "5.0000", "+25.0%", "-", "-", "-", "12,346", "-"]
 
 
-def test_a_table_without_speed_lacks_the_last_column_alone(runs):
+def test_a_table_without_speed_lacks_the_last_two_columns_alone(runs):
   whole, without = (
     cells(report.markdown_table(runs, baseline="dense", with_speed=with_speed)) for with_speed in (True, False)
   )
-  assert without == [row[:-1] for row in whole]
+  assert without == [row[:-2] for row in whole]
 
 
 def test_every_row_has_as_many_cells_as_the_header(runs):

@@ -22,8 +22,8 @@ from sparse_lm.flags import load_config, load_sweep, parse_config
 
 ROOT = pathlib.Path(__file__).parent.parent
 TINY = "configs/lm/tiny.py"
-HELPERS = ("shrink",)  # what the sweeps share
-NAMES = sorted(path.stem for path in (ROOT / "configs" / "sweeps").glob("*.py") if path.stem not in HELPERS)
+OTHERS = ("shrink", "twell_wide", "twell_small")  # what the paper's sweeps share, and sweeps that are not the paper's
+NAMES = sorted(path.stem for path in (ROOT / "configs" / "sweeps").glob("*.py") if path.stem not in OTHERS)
 BIG = [name for name in NAMES if not name.endswith("_tiny")]
 
 
@@ -528,3 +528,18 @@ def test_a_coefficient_in_the_name_of_a_run_is_its_coefficient(name):
   for run, (value,) in values(name, "sparsity.l1_coefficient").items():
     named = run.partition("_")[2]
     assert value == (0.0 if named == "dense" else float(named))
+
+
+@pytest.mark.parametrize("size", ["wide", "small"])
+def test_the_sweeps_of_twell_compare_one_model_with_and_without_its_kernels(size):
+  path, base = f"configs/sweeps/twell_{size}.py", f"configs/lm/{size}.py"
+  assert f"python -m experiments.sweep --config={base} --sweep={path}" in pathlib.Path(path).read_text()
+  found = sweeps.configs(load_config(base, LmConfig), load_sweep(path), given=[])
+  assert {name: config.model.ffn_implementation for name, config in found.items()} == {
+    "dense": "dense",
+    "twell": "twell",
+  }
+  assert found["dense"].sparsity.l1_coefficient == 0
+  assert 0 < found["twell"].sparsity.target_l0 <= found["twell"].sparsity.sparse_below * found["twell"].model.ffn_width
+  same = lambda config: config_io.overlay(config, {"model.ffn_implementation": "dense"}).model
+  assert same(found["dense"]) == same(found["twell"])
