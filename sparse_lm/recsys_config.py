@@ -1,11 +1,13 @@
 """What decides a run of a recommender. Fields, their meaning and their limits; nothing here imports JAX."""
 
 import dataclasses
+import math
 
 from sparse_lm.config import LOADERS, CheckpointConfig, PrecisionConfig, TrainingConfig
 from sparse_lm.errors import UserError
 
 MODEL_KINDS = ("logistic", "dlrm", "dcnv2", "wukong", "gem")
+MODELS_WITH_HISTORY = ("gem",)
 INTERACTION_SOURCES = ("movielens_100k", "movielens", "synthetic")
 SPLITS = ("time", "user_time")
 
@@ -34,7 +36,7 @@ class RecommenderConfig:
     if self.kind not in MODEL_KINDS:
       raise UserError(f"model.kind={self.kind!r} is unknown; allowed: {', '.join(MODEL_KINDS)}")
     for name, value in dataclasses.asdict(self).items():
-      if name != "kind" and not value > 0:
+      if name != "kind" and not (value > 0 and math.isfinite(value)):
         raise UserError(f"model.{name}={value} must be positive")
     if self.kind == "logistic" and self.width != 1:
       raise UserError(
@@ -58,8 +60,8 @@ class InteractionsConfig:
   split: str = "time"  # time: the log is cut at two moments; user_time: each user's events are
   validation_fraction: float = 0.1  # share of the events that a run is judged by
   test_fraction: float = 0.1  # share of the latest events, evaluated after the last step alone
-  positive_from: float = 4.0  # label from which an event counts as positive
-  longest: int = 50  # events of a history, the newest
+  positive_from: float = 4.0  # label from which an event counts as positive; synthetic ones are 0 or 1
+  longest: int = 50  # gem: events of a history, the newest
   synthetic_users: int = 2000  # each with a log-normal number of events, 106 in the mean
   synthetic_items: int = 1000
   synthetic_seed: int = 0  # of the teacher and of what is drawn from it
@@ -83,6 +85,10 @@ class InteractionsConfig:
         f"data.validation_fraction={self.validation_fraction} and data.test_fraction={self.test_fraction} must be at"
         " least 0 and leave events to train on"
       )
+    if not math.isfinite(self.positive_from):
+      raise UserError(f"data.positive_from={self.positive_from} must be a number")
+    if self.path == "":
+      raise UserError("data.path='' names nothing; give a folder or its ratings file")
     for name, least in (("longest", 0), ("synthetic_users", 1), ("synthetic_items", 1), ("synthetic_seed", 0)):
       if getattr(self, name) < least:
         raise UserError(f"data.{name}={getattr(self, name)} must be at least {least}")
@@ -101,7 +107,7 @@ class TablesConfig:
   def validate(self) -> None:
     """Raises UserError for values out of range."""
     for name, value in dataclasses.asdict(self).items():
-      if not value > 0:
+      if not (value > 0 and math.isfinite(value)):
         raise UserError(f"tables.{name}={value} must be positive")
 
 

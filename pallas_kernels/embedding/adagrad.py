@@ -11,6 +11,7 @@ Dimension key: V table rows, D row width, T ids, B bags.
 """
 
 import functools
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +42,7 @@ def rowwise_adagrad(
     weights: float32[T] of that call, ones if None.
     d_out_BD: float32[B, D], the gradient of the call's sink.
     learning_rate: a number.
-    eps: positive; a row whose gradients have all been zero stays where it is.
+    eps: a positive Python number; a row whose gradients have all been zero stays where it is.
     mode: of the bag call.
 
   Raises:
@@ -51,11 +52,11 @@ def rowwise_adagrad(
   op = "embedding.rowwise_adagrad"
   table_VD, m_V, ids, offsets, d_out_BD = (jnp.asarray(a) for a in (table_VD, m_V, ids, offsets, d_out_BD))
   weights = None if weights is None else jnp.asarray(weights)
-  _check(op, table_VD, m_V, ids, offsets, weights, d_out_BD, eps)
+  _check(op, table_VD, m_V, ids, offsets, weights, d_out_BD, eps, mode)
   dispatch.refuse_sharded(op, table_VD=table_VD, m_V=m_V, ids=ids, offsets=offsets, weights=weights, d_out_BD=d_out_BD)
   row_offsets.check(op, "offsets", offsets, len(ids))
   num_rows, num_tokens = len(table_VD), len(ids)
-  if 0 in (num_rows, num_tokens, len(d_out_BD)):
+  if 0 in (*table_VD.shape, num_tokens, len(d_out_BD)):
     return table_VD, m_V
 
   bag_T, exists_T = place_tokens(ids, offsets, num_rows)
@@ -87,7 +88,7 @@ def _rows(array: jax.Array, row_T: jax.Array) -> jax.Array:
   return array.at[row_T].get(mode="fill", fill_value=0, unique_indices=True)
 
 
-def _check(op: str, table_VD, m_V, ids, offsets, weights, d_out_BD, eps) -> None:
+def _check(op: str, table_VD, m_V, ids, offsets, weights, d_out_BD, eps, mode) -> None:
   if table_VD.ndim != 2 or not jnp.issubdtype(table_VD.dtype, jnp.floating):
     raise TypeError(f"{op}: table_VD must be floating [V, D], got {table_VD.dtype}{table_VD.shape}")
   if ids.ndim != 1 or ids.dtype != jnp.int32:
@@ -98,6 +99,8 @@ def _check(op: str, table_VD, m_V, ids, offsets, weights, d_out_BD, eps) -> None
   for name, (array, shape) in wanted.items():
     if array.dtype != jnp.float32 or array.shape != shape:
       raise ValueError(f"{op}: {name} must be float32{shape}, got {array.dtype}{array.shape}")
+  if mode not in get_args(Mode):
+    raise ValueError(f"{op}: mode={mode!r} must be one of {get_args(Mode)}")
   if not eps > 0:
     raise ValueError(f"{op}: eps={eps} must be positive; a row without gradients would become NaN")
   if num_rows + len(ids) >= 2**31:

@@ -14,18 +14,18 @@ from sparse_lm.data.interactions import Interactions, split_by_time, split_by_us
 from sparse_lm.data.progress import Report
 from sparse_lm.data.samples import Samples, samples
 from sparse_lm.errors import UserError
-from sparse_lm.recsys_config import RecsysConfig
+from sparse_lm.recsys_config import MODELS_WITH_HISTORY, RecsysConfig
 
 _SYNTHETIC_POSITIVE = 1.0  # a click
 
 
 class Parts(NamedTuple):
-  """Samples in the order of time, each part after the one before; a history may reach back into an earlier part."""
+  """Samples, each part later than the one before: of each user, if users are split. Histories reach back over parts."""
 
   train: Samples
   validation: Samples  # may be empty
   test: Samples  # may be empty
-  probability_N: np.ndarray | None  # f64, of a positive label, of all events of the log, where it is known
+  logit_N: np.ndarray | None  # f64, of a positive label, as a teacher knows it, of all events of the log
 
 
 def open_samples(config: RecsysConfig, report: Report) -> Parts:
@@ -35,13 +35,14 @@ def open_samples(config: RecsysConfig, report: Report) -> Parts:
     UserError: there is nothing to train on, or the files cannot be read.
   """
   data = config.data
-  log, probability_N = _read(config, report)
+  log, logit_N = _read(config, report)
   split = {"time": split_by_time, "user_time": split_by_user_time}[data.split]
   held_out = data.validation_fraction, data.test_fraction
   numbers = split(log, (1 - sum(held_out), *held_out))
+  longest = data.longest if config.model.kind in MODELS_WITH_HISTORY else 0  # what no model reads is not packed
   positive_from = _SYNTHETIC_POSITIVE if data.source == "synthetic" else data.positive_from
   train, validation, test = samples(
-    log, numbers, positive_from=positive_from, longest=data.longest, batch_size=config.training.batch_size
+    log, numbers, positive_from=positive_from, longest=longest, batch_size=config.training.batch_size
   )
   parts = {"training": train, "validation": validation, "test": test}
   counts = ", ".join(f"{len(part):,} {name}" for name, part in parts.items())
@@ -52,16 +53,17 @@ def open_samples(config: RecsysConfig, report: Report) -> Parts:
       raise UserError(f"data: {only}; change data.positive_from or the split")
   if not len(train):
     raise UserError("data: there are no events to train on; give more, or lower the fractions that are held out")
-  return Parts(train, validation, test, probability_N)
+  return Parts(train, validation, test, logit_N)
 
 
 def _read(config: RecsysConfig, report: Report) -> tuple[Interactions, np.ndarray | None]:
   data = config.data
   if data.source == "synthetic":
     report(f"data: drawing synthetic interactions of {data.synthetic_users:,} users")
-    return synthetic_interactions.generate(
+    drawn = synthetic_interactions.generate(
       num_users=data.synthetic_users, num_items=data.synthetic_items, seed=data.synthetic_seed
     )
+    return drawn.log, drawn.logit_N
   if data.source == "movielens_100k":
     folder = movielens.fetch_100k(cache_root(data), report)
   else:

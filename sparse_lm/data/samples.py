@@ -1,8 +1,8 @@
 """Samples of a recommender: an event to predict, the features of its user and item, and what the user did before.
 
 All is packed: a feature's ids lie one after another, as the events of all histories do. A history ends before the
-second of the event that is to be predicted, so neither that event nor its consequences are in it. No sample sees
-another one of its batch.
+second of the event that is to be predicted, so neither that event nor its consequences are in it. A sample is the same
+whoever shares its batch.
 
 Dimension key: B samples of a batch, N numeric features, T packed ids or events.
 """
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sparse_lm.data.interactions import Categories, Histories, Interactions, histories
+from sparse_lm.data.interactions import Categories, Entities, Histories, Interactions, histories
 from sparse_lm.errors import UserError
 
 _MOST_ACTIONS = 64  # kinds of labels; more would be measurements
@@ -95,7 +95,7 @@ class Samples:
     numeric = []
     for prefix, entities, row_B in (("user", log.users, user_B), ("item", log.items, item_B)):
       bags |= {f"{prefix}.{name}": _packed(it, row_B, size) for name, it in entities.categorical.items()}
-      numeric += [fill(_standardised(values)[row_B]) for values in entities.numeric.values()]
+      numeric += [fill(values[row_B]) for values in entities.numeric.values()]
     weight_B = fill(np.ones(len(events_B), np.float32))
     return Batch(
       bags=bags,
@@ -146,15 +146,18 @@ def samples(
       f"the labels have {len(kinds)} different values and can be {_MOST_ACTIONS} kinds of action at most; round them"
     )
   past, binary = histories(log, longest=longest), log.with_binary_labels(at_least=positive_from)
+  binary = dataclasses.replace(binary, users=_standardised(log.users), items=_standardised(log.items))
   make = lambda events_N: Samples(
     binary, events_N, past, action_N.astype(np.int32), max(len(kinds), 1), batch_size, longest
   )
   return [make(events_N) for events_N in parts]
 
 
-def _standardised(values_R: np.ndarray) -> np.ndarray:
-  """Of mean 0 and variance 1 over all users or items, unless they are all the same."""
-  return ((values_R - values_R.mean()) / max(float(values_R.std()), 1e-6)).astype(np.float32)
+def _standardised(entities: Entities) -> Entities:
+  """With numeric features of mean 0 and variance 1 over all users or items, unless they are all the same."""
+  scale = lambda values_R: (values_R - values_R.mean()) / max(float(values_R.std()), 1e-6)
+  numeric = {name: scale(values_R) if len(values_R) else values_R for name, values_R in entities.numeric.items()}
+  return dataclasses.replace(entities, numeric=numeric)
 
 
 def _one_each(ids_B: np.ndarray, size: int) -> Bag:

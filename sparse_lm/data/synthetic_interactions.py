@@ -39,7 +39,8 @@ _EVENTS_AT_ONCE = 1 << 14  # bounds the memory for their histories
 
 class Synthetic(NamedTuple):
   log: Interactions  # label 1 for a click, else 0
-  probability_N: np.ndarray  # f64: of a click, as the teacher knows it
+  logit_N: np.ndarray  # f64, z
+  probability_N: np.ndarray  # f64, of a click: sigmoid(z), which may round to 1
 
 
 def generate(*, num_users: int, num_items: int, seed: int) -> Synthetic:
@@ -68,7 +69,7 @@ def generate(*, num_users: int, num_items: int, seed: int) -> Synthetic:
   logit_N = BIAS + quality_V[item_N] + taste_N + HISTORY_WEIGHT * recent_matches(log, category_V[item_N])
   probability_N = 1 / (1 + np.exp(-logit_N))
   clicked_N = rng.random(len(log)) < probability_N
-  return Synthetic(dataclasses.replace(log, label_N=clicked_N.astype(np.float32)), probability_N)
+  return Synthetic(dataclasses.replace(log, label_N=clicked_N.astype(np.float32)), logit_N, probability_N)
 
 
 def recent_matches(log: Interactions, category_N: np.ndarray) -> np.ndarray:

@@ -187,6 +187,8 @@ class LanguageTask(Task):
 
   def refuse_other_run(self, directory: Path, metadata: Json) -> None:
     where = f"work folder {directory.parent}"
+    if "tokenizer" not in metadata:
+      raise UserError(f"{where} holds a run that is no language model; give another --workdir")
     self._refuse_other_tokenizer(where, metadata)
     refuse_differences(where, metadata["config"], self.config, free=_FREE_FIELDS)
     if metadata["dataset"] != self.identity["dataset"]:

@@ -11,6 +11,7 @@ and where the task says that it may have changed, never between.
 
 import collections
 import dataclasses
+import math
 import os
 import time
 from collections.abc import Callable
@@ -221,7 +222,9 @@ class _Run:
     self.metrics.write(entry)
     self.progress.step(step, self._line(entry))
     if bad >= 0:
-      self._stop_on_nonfinite(bad)
+      self._stop_on_nonfinite(f"the loss or its gradient became NaN or infinite in step {bad}")
+    if not math.isfinite(entry.get("validation_loss", 0.0)):
+      self._stop_on_nonfinite(f"the validation loss is NaN or infinite after step {step}")
     self.saver.wait(timeout=0)  # a full disk is said now, not when the next checkpoint is due
     return entry
 
@@ -239,14 +242,14 @@ class _Run:
   def _save(self, state: Any, step: int) -> None:
     with self.meter.paused():
       if (bad := int(state.first_bad_step)) >= 0:
-        self._stop_on_nonfinite(bad)
+        self._stop_on_nonfinite(f"the loss or its gradient became NaN or infinite in step {bad}")
       self.saver.save(step, state, self.identity | {"batches": self.batches.state(), "step": step})
 
-  def _stop_on_nonfinite(self, bad: int) -> None:
+  def _stop_on_nonfinite(self, what: str) -> None:
     self.saver.wait()
     kept = checkpoint.steps(self.workdir / "checkpoints")
     raise NonFiniteError(
-      f"the loss or its gradient became NaN or infinite in step {bad};"
+      f"{what};"
       f" {f'the last good checkpoint is step {kept[-1]}' if kept else 'there is no checkpoint yet'}."
       f" Lower {self.task.remedy} and start with another --workdir"
     )

@@ -90,9 +90,9 @@ class RecommenderTask(Task):
   def __init__(self, config: RecsysConfig, report: Callable[[str], None]):
     self.config: RecsysConfig = config
     self.mesh = jax.make_mesh((1, 1), ("data", "fsdp"), devices=jax.devices()[:1])
-    self.train, self.validation, self.test, self.probability_N = open_samples(config, report)
+    self.train, self.validation, self.test, self.logit_N = open_samples(config, report)
     self.units_per_step = config.training.batch_size
-    self.validates = len(self.validation) > 0
+    self.validates = len(self.validation) + len(self.test) > 0
     self.identity = {"dataset": _fingerprint(self.train, self.validation, self.test)}
 
   def training_batches(self) -> BatchIterator:
@@ -120,9 +120,10 @@ class RecommenderTask(Task):
 
   def evaluate(self, state: RecsysState, variant: str) -> Json:
     parts = {"validation": self.validation}
-    if int(state.step) == self.config.training.steps and len(self.test):
+    if int(state.step) == self.config.training.steps:
       parts["test"] = self.test
-    return {f"{part}_{name}": x for part, samples in parts.items() for name, x in self._judge(state, samples).items()}
+    judged = {part: self._judge(state, samples) for part, samples in parts.items() if len(samples)}
+    return {f"{part}_{name}": x for part, found in judged.items() for name, x in found.items()}
 
   def refuse_other_run(self, directory: Path, metadata: Json) -> None:
     where = f"work folder {directory.parent}"
@@ -154,15 +155,14 @@ class RecommenderTask(Task):
       logits.append(np.asarray(logit_B)[: len(numbers_B)])
     events_N = samples.events_N[:number]
     logits_N, labels_N = np.concatenate(logits), samples.labels[events_N]
-    if not np.isfinite(logits_N).all():  # the step before it was good, so this is for the next one to say
-      return {"loss": float("nan")}
+    if not np.isfinite(logits_N).all():
+      return {"loss": float("nan")}  # for which the loop stops
     sums = PredictionSums.of(logits_N, labels_N)
     within = grouped_auc(logits_N, labels_N, samples.log.user_N[events_N])
     metrics = {"loss": sums.logloss, "ne": sums.ne, "auc": sums.auc, "gauc": within.value}
     metrics |= {"calibration": sums.calibration, "users_left_out_of_gauc": within.left_out}
-    if self.probability_N is not None:
-      known_N = self.probability_N[events_N]
-      metrics["bayes_ne"] = PredictionSums.of(np.log(known_N / (1 - known_N)), labels_N).ne
+    if self.logit_N is not None:
+      metrics["bayes_ne"] = PredictionSums.of(self.logit_N[events_N].astype(np.float32), labels_N).ne
     return metrics
 
 

@@ -12,6 +12,8 @@ from sparse_lm import config_io
 from sparse_lm.config import CheckpointConfig, TrainingConfig
 from sparse_lm.errors import UserError
 
+_SHOWN = 8  # differences of configs that a message names
+
 Json = dict[str, Any]
 Metrics = dict[str, Any]  # of one step; arrays, among them `loss` and `first_bad_step`
 # A pytree of arrays on the mesh. It has, among others, `step` (i32[], steps done), `model` and `first_bad_step` (i32[],
@@ -136,7 +138,8 @@ def refuse_differences(
     if name.startswith(compared) and not name.startswith(free)
   ]
   if changed:
+    more = [f"and {len(changed) - _SHOWN} more"] if len(changed) > _SHOWN else []  # of another kind of model, say
     raise UserError(
-      f"{where} holds a run with another config ({'; '.join(changed)});"
+      f"{where} holds a run with another config ({'; '.join([*changed[:_SHOWN], *more])});"
       " change the fields back to go on from it, or give another one"
     )

@@ -24,7 +24,7 @@ def features(log):
 
 
 def logits(made):
-  return np.log(made.probability_N) - np.log1p(-made.probability_N)
+  return made.logit_N
 
 
 def matches_by_loop(log, category_N, n):
@@ -35,7 +35,7 @@ def matches_by_loop(log, category_N, n):
 
 @pytest.mark.parametrize(("users", "items"), [(1, 1), (1, 50), (50, 1)])
 def test_smallest_sizes(users, items):
-  log, probability = generate(num_users=users, num_items=items, seed=0)
+  log, _, probability = generate(num_users=users, num_items=items, seed=0)
   assert (len(log.users), len(log.items)) == (users, items)
   assert len(log) == len(probability) > 0
 
@@ -86,7 +86,7 @@ def test_clicks_are_as_frequent_as_their_probabilities_say(made):
 
 
 def test_ids_are_power_law_and_lengths_log_normal():
-  log, _ = generate(num_users=3000, num_items=1000, seed=1)
+  log, *_ = generate(num_users=3000, num_items=1000, seed=1)
   count = np.bincount(log.item_N, minlength=1000)
   assert count[0] / count[99] == pytest.approx(100, rel=0.15)
   length = np.log(np.bincount(log.user_N))

@@ -10,12 +10,14 @@ import pytest
 from run_helpers import losses
 
 from sparse_lm import config_io
+from sparse_lm.config import LmConfig
 from sparse_lm.data.recsys import open_samples
-from sparse_lm.errors import Preempted, UserError
+from sparse_lm.errors import NonFiniteError, Preempted, UserError
+from sparse_lm.flags import load_config
 from sparse_lm.models.recommender import Lookup, front_end, lookups, zero_sinks
 from sparse_lm.precision.recipes import RECIPES
 from sparse_lm.recsys_config import InteractionsConfig, RecsysConfig
-from sparse_lm.training import recommender
+from sparse_lm.training import language_model, recommender
 from sparse_lm.training.progress import Progress
 from sparse_lm.training.recommender import train
 
@@ -76,10 +78,35 @@ def test_a_run_goes_on_with_its_own_config_and_interactions_alone(config, tmp_pa
   assert train(config_io.overlay(config, {"training.log_every": 7}), tmp_path)["step"] == 30
 
 
+def test_without_validation_the_test_part_is_still_judged_at_the_end(config, tmp_path):
+  last = train(config_io.overlay(config, {"data.validation_fraction": 0.0}), tmp_path)
+  assert "test_ne" in last
+  assert "validation_ne" not in last
+
+
+def test_a_model_that_has_become_nan_in_its_last_step_is_no_success(config, tmp_path):
+  rates = {"training.learning_rate": 1e38, "tables.learning_rate": 1e38, "training.warmup_steps": 0}
+  with pytest.raises(NonFiniteError, match=r"the validation loss is NaN or infinite after step 1; .*learning_rate"):
+    train(config_io.overlay(config, rates | {"training.steps": 1, "model.kind": "dlrm"}), tmp_path)
+
+
+def test_a_teacher_that_is_certain_has_an_ne_too(config, tmp_path):
+  """A single item of one category: with a long history the click's probability rounds to 1."""
+  last = train(config_io.overlay(config, {"data.synthetic_items": 1, "data.synthetic_users": 100}), tmp_path)
+  assert 0 < last["validation_bayes_ne"] < 1
+
+
+def test_a_language_model_s_run_is_told_that_this_folder_is_none(config, tmp_path):
+  train(config, tmp_path)
+  (tmp_path / "config.json").unlink()
+  with pytest.raises(UserError, match="holds a run that is no language model; give another --workdir"):
+    language_model.train(load_config("configs/lm/tiny.py", LmConfig), tmp_path)
+
+
 @pytest.fixture
 def step(config):
-  """(config, state, batch) with histories, of which the last samples are missing."""
-  part = open_samples(config, lambda line: None).train
+  """(config, state, batch) with histories, as gem's are, of which the last samples are missing. The model is small."""
+  part = open_samples(config_io.overlay(config, {"model.kind": "gem"}), lambda line: None).train
   batch = jax.tree.map(jnp.asarray, part.gather(np.arange(1000, 1020)))
   assert batch.history.offsets[-1] > 20
   return config, recommender.make_init(config, part)(), batch

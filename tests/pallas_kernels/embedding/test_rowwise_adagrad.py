@@ -150,6 +150,7 @@ def test_a_donated_table_is_updated_in_place_and_no_other_array_is_as_large():
     (dict(m_V=jnp.zeros(2)), ValueError, r"m_V must be float32\(3,\), got float32\(2,\)"),
     (dict(d_out_BD=jnp.zeros((2, 2))), ValueError, r"d_out_BD must be float32\(1, 2\), got float32\(2, 2\)"),
     (dict(weights=jnp.zeros(3)), ValueError, r"weights must be float32\(2,\), got float32\(3,\)"),
+    (dict(mode="max"), ValueError, r"mode='max' must be one of \('sum', 'mean'\)"),
     (dict(eps=0.0), ValueError, r"eps=0.0 must be positive"),
     (dict(offsets=jnp.array([0, 3], jnp.int32)), ValueError, "offsets"),
   ],
