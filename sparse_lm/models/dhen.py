@@ -14,7 +14,7 @@ from flax import nnx
 from sparse_lm.models.crossing import CrossNetwork, pairwise_dots, pairwise_dots_flops
 from sparse_lm.models.layer_norm import layer_norm
 from sparse_lm.models.mlp import MLP
-from sparse_lm.models.wukong import FMB, LCB, InteractionConfig, shortcut
+from sparse_lm.models.wukong import FMB, LCB, InteractionConfig, Stack, shortcut
 from sparse_lm.precision.recipes import Recipe
 
 
@@ -131,19 +131,9 @@ class DhenLayer(nnx.Module):
     return self.shortcut.flops() + sum(interaction.flops() for interaction in self.interactions)
 
 
-class Dhen(nnx.Module):
+class Dhen(Stack):
   """Layers one after the other; the first takes the N tokens of the input, all others C."""
 
   def __init__(self, tokens: int, width: int, config: DhenConfig, recipe: Recipe, *, rngs: nnx.Rngs):
-    tokens_in = (tokens, *[config.tokens] * (config.num_layers - 1))
-    self.layers = nnx.List([DhenLayer(n, width, config, recipe, rngs=rngs) for n in tokens_in])
-
-  def __call__(self, x_BND: jax.Array) -> jax.Array:
-    """From [B, N, D] to [B, C, D]."""
-    for layer in self.layers:
-      x_BND = layer(x_BND)
-    return x_BND
-
-  def flops(self) -> int:
-    """Those of its layers."""
-    return sum(layer.flops() for layer in self.layers)
+    make_layer = lambda tokens_in: DhenLayer(tokens_in, width, config, recipe, rngs=rngs)
+    super().__init__(make_layer, tokens, config.tokens, config.num_layers)

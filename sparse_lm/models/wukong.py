@@ -7,6 +7,8 @@ E experts. Every block takes [B, N, D] to [B, C, D].
 """
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -106,6 +108,23 @@ def shortcut(tokens: int, out_tokens: int, width: int, recipe: Recipe, *, rngs: 
   return SameTokens() if tokens == out_tokens else LCB(tokens, out_tokens, width, recipe, rngs=rngs)
 
 
+class Stack(nnx.Module):
+  """Layers one after the other; the first takes the tokens of the input, all others those that a layer puts out."""
+
+  def __init__(self, make_layer: Callable[[int], Any], tokens: int, out_tokens: int, num_layers: int):
+    self.layers = nnx.List([make_layer(n) for n in (tokens, *[out_tokens] * (num_layers - 1))])
+
+  def __call__(self, x_BND: jax.Array) -> jax.Array:
+    """From [B, N, D] to [B, C, D], C the tokens that a layer puts out."""
+    for layer in self.layers:
+      x_BND = layer(x_BND)
+    return x_BND
+
+  def flops(self) -> int:
+    """Those of its layers."""
+    return sum(layer.flops() for layer in self.layers)
+
+
 class WukongLayer(nnx.Module):
   """X' = LN(concat(FMB(X), LCB(X)) + R(X)); the norm is over the width of each token."""
 
@@ -124,22 +143,12 @@ class WukongLayer(nnx.Module):
     return self.fmb.flops() + self.lcb.flops() + self.shortcut.flops()
 
 
-class Wukong(nnx.Module):
+class Wukong(Stack):
   """Layers one after the other; the first takes the N tokens of the input, all others n_F + n_L."""
 
   def __init__(self, tokens: int, width: int, config: WukongConfig, recipe: Recipe, *, rngs: nnx.Rngs):
-    tokens_in = (tokens, *[config.tokens] * (config.num_layers - 1))
-    self.layers = nnx.List([WukongLayer(n, width, config, recipe, rngs=rngs) for n in tokens_in])
-
-  def __call__(self, x_BND: jax.Array) -> jax.Array:
-    """From [B, N, D] to [B, C, D], C = n_F + n_L."""
-    for layer in self.layers:
-      x_BND = layer(x_BND)
-    return x_BND
-
-  def flops(self) -> int:
-    """Those of its layers."""
-    return sum(layer.flops() for layer in self.layers)
+    make_layer = lambda tokens_in: WukongLayer(tokens_in, width, config, recipe, rngs=rngs)
+    super().__init__(make_layer, tokens, config.tokens, config.num_layers)
 
 
 class WukongExperts(nnx.Module):

@@ -1,8 +1,25 @@
-"""Reading what a run left behind."""
+"""Stopping a run, and reading what it left behind."""
 
 import json
+import os
 import re
+import signal
 from pathlib import Path
+
+from sparse_lm.training.progress import Progress
+
+
+class StopAt(Progress):
+  """Asks the run to stop when it shows a step; the one after it is under way then and becomes the last."""
+
+  def __init__(self, step):
+    super().__init__(step)
+    self._stop_at = step
+
+  def step(self, done, text):
+    super().step(done, text)
+    if done == self._stop_at:
+      os.kill(os.getpid(), signal.SIGTERM)
 
 
 def finish(process) -> tuple[int, str, str]:

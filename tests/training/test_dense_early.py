@@ -1,7 +1,5 @@
 """A run by twell trains by dense blocks until its gates are sparse, and stops and goes on anywhere on the way."""
 
-import os
-import signal
 import time
 import types
 
@@ -10,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from run_helpers import losses
+from run_helpers import StopAt, losses
 
 from sparse_lm import config_io
 from sparse_lm.errors import Preempted
@@ -19,7 +17,6 @@ from sparse_lm.parallel.mesh import make_mesh
 from sparse_lm.parallel.sharding import RULES
 from sparse_lm.training import language_model, loop, meter, recorder, sparsity
 from sparse_lm.training.language_model import train
-from sparse_lm.training.progress import Progress
 from sparse_lm.training.sparsity import DECISION_EVERY
 from sparse_lm.training.state import make_init, make_train_step
 
@@ -32,19 +29,6 @@ TURNS_SPARSE = {
   "training.eval_every": 12,  # so that the metrics of step 16 are read late, as those of most steps
   "checkpoint.every": 100,
 }
-
-
-class StopAt(Progress):
-  """Asks the run to stop when it shows a step; the one after it is under way then and becomes the last."""
-
-  def __init__(self, step):
-    super().__init__(step)
-    self._stop_at = step
-
-  def step(self, done, text):
-    super().step(done, text)
-    if done == self._stop_at:
-      os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.fixture

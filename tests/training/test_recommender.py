@@ -1,13 +1,10 @@
 """Training of recommenders: what a step does to tables, what a run learns, and that it goes on where it stopped."""
 
-import os
-import signal
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from run_helpers import losses
+from run_helpers import StopAt, losses
 
 from sparse_lm import config_io
 from sparse_lm.config import LmConfig
@@ -18,7 +15,6 @@ from sparse_lm.models.recommender import Lookup, front_end, lookups, zero_sinks
 from sparse_lm.precision.recipes import RECIPES
 from sparse_lm.recsys_config import InteractionsConfig, RecsysConfig
 from sparse_lm.training import language_model, recommender
-from sparse_lm.training.progress import Progress
 from sparse_lm.training.recommender import train
 
 
@@ -37,19 +33,6 @@ def config():
     "checkpoint.every": 10,
   }
   return config_io.overlay(RecsysConfig(data=InteractionsConfig(source="synthetic")), changes)
-
-
-class StopAt(Progress):
-  """Asks the run to stop, as a cluster would, when it shows a step."""
-
-  def __init__(self, step):
-    super().__init__(step)
-    self._stop_at = step
-
-  def step(self, done, text):
-    super().step(done, text)
-    if done == self._stop_at:
-      os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_a_run_learns_and_says_how_well(config, tmp_path):
