@@ -133,16 +133,18 @@ def _document_tables() -> dict[str, Callable[[], str]]:
   documents = {name: functools.partial(paper, name) for name in table_names()}
   return documents | {
     "demo": _demo_table,
+    "trained_wide": lambda: _trained_table("wide"),
+    "trained_small": lambda: _trained_table("small"),
     "speed": lambda: speed_table(cases("bench_lm_dense")),
     "decode": lambda: decode_table(cases("bench_generate_decode")),
-    "sparse": lambda: sparse_table(cases("bench_lm_sparse")),
+    "sparse": lambda: sparse_table(cases("bench_lm_sparse", "bench_lm_sparse_2b")),
     "ffn": lambda: ffn_tables.summary(
       [case for case in cases("bench_ffn_inference", "bench_ffn_decode") if case["name"] in _FFN]
     ),
     "training_ffn": lambda: ffn_training.table(cases("bench_ffn_training")),
     "training": lambda: sparse_table(cases("bench_lm_training", "bench_lm_training_dots", "bench_lm_training_batch")),
     "attention": lambda: attention_tables.summary(
-      newest(cases("bench_attention", "bench_attention_other", "bench_attention_masks"))
+      newest(cases("bench_attention", "bench_attention_other", "bench_attention_masks", "bench_attention_packed"))
     ),
   }
 
@@ -152,6 +154,12 @@ def _demo_table() -> str:
 
   runs = {name: report.read_run(RECORDS / "demo" / name.replace(" ", "_")) for name in _DEMO}
   return report.markdown_table(runs, baseline="dense", with_speed=False)
+
+
+def _trained_table(size: str) -> str:
+  from sparse_lm import report
+
+  return report.markdown_table(report.read_runs(RECORDS / f"trained_{size}"), baseline="dense")
 
 
 if __name__ == "__main__":
