@@ -26,8 +26,8 @@ from sparse_lm.data.recsys import open_samples
 from sparse_lm.data.samples import Batch, Samples
 from sparse_lm.errors import UserError
 from sparse_lm.evaluation.prediction import PredictionSums, grouped_auc
-from sparse_lm.models import recommender
-from sparse_lm.models.recommender import Lookup, Tables, front_end, lookups, make_recommender, zero_sinks
+from sparse_lm.models.features import Lookup, Sinks, Tables, front_end, lookups, zero_sinks
+from sparse_lm.models.recommender import make_recommender
 from sparse_lm.precision.recipes import RECIPES
 from sparse_lm.recsys_config import RecsysConfig
 from sparse_lm.training import loop
@@ -270,7 +270,7 @@ def update_tables(
   tables: Tables,
   moments: dict[str, jax.Array],
   reads: dict[str, Lookup],
-  d_sinks: recommender.Sinks,
+  d_sinks: Sinks,
   *,
   learning_rate: jax.Array,
   eps: float,

@@ -11,7 +11,7 @@ from sparse_lm.config import LmConfig
 from sparse_lm.data.recsys import open_samples
 from sparse_lm.errors import NonFiniteError, Preempted, UserError
 from sparse_lm.flags import load_config
-from sparse_lm.models.recommender import Lookup, front_end, lookups, zero_sinks
+from sparse_lm.models.features import Lookup, front_end, lookups, zero_sinks
 from sparse_lm.precision.recipes import RECIPES
 from sparse_lm.recsys_config import InteractionsConfig, RecsysConfig
 from sparse_lm.training import language_model, recommender

@@ -1,0 +1,106 @@
+"""Embedding tables of a recommender, what of them a batch reads, and what all recommenders begin and end with.
+
+Tables are no parameters of a model. They are looked up, and what the loss says of a looked-up row comes back through
+its sink; `training.recommender` updates the rows that were read and no others.
+
+Dimension key: B samples, N interaction tokens, D width, F features, T packed ids or events, V rows of a table.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from pallas_kernels import embedding
+from sparse_lm.data.samples import Batch
+from sparse_lm.models.mlp import MLP, Affine
+from sparse_lm.models.wukong import WukongConfig
+from sparse_lm.precision.recipes import Recipe
+from sparse_lm.recsys_config import RecommenderConfig
+
+Tables = dict[str, jax.Array]  # [V, D] each, by feature
+Sinks = dict[str, jax.Array]  # f32[bags, D] of zeros, one for each lookup
+
+
+class Lookup(NamedTuple):
+  """Rows of a table that are read, pooled by bags."""
+
+  table: str
+  ids_T: jax.Array
+  offsets: jax.Array
+
+
+class Inputs(NamedTuple):
+  """What a model gets, in the compute dtype."""
+
+  tokens_BFD: jax.Array  # one for each feature of user and item
+  numeric_BN: jax.Array
+  history_TD: jax.Array  # item and action of each event, added
+  age_T: jax.Array  # f32, seconds from an event to the one that is predicted
+  offsets: jax.Array  # i32[B + 1], of the histories
+
+
+def lookups(batch: Batch) -> dict[str, Lookup]:
+  """All that a batch reads, by name. A history reads the items' own table."""
+  history = batch.history
+  # Behind the last event: bags without ids, which read and update nothing.
+  events = jnp.minimum(jnp.arange(len(history.item_T) + 1, dtype=jnp.int32), history.offsets[-1])
+  read = lambda table, ids_T, offsets: Lookup(table, jnp.asarray(ids_T), jnp.asarray(offsets))
+  return {feature: read(feature, *bag) for feature, bag in batch.bags.items()} | {
+    "history.item": read("item", history.item_T, events),
+    "history.action": read("action", history.action_T, events),
+  }
+
+
+def zero_sinks(batch: Batch, width: int) -> Sinks:
+  """A place for the gradient of each lookup."""
+  return {name: jnp.zeros((len(it.offsets) - 1, width), jnp.float32) for name, it in lookups(batch).items()}
+
+
+def front_end(tables: Tables, sinks: Sinks, batch: Batch, recipe: Recipe) -> Inputs:
+  """Looks everything up; several ids of a feature are averaged."""
+  found = {
+    name: embedding.bag(tables[it.table], it.ids_T, it.offsets, mode="mean", sink=sinks[name]).astype(
+      recipe.compute_dtype
+    )
+    for name, it in lookups(batch).items()
+  }
+  return Inputs(
+    tokens_BFD=jnp.stack([found[feature] for feature in sorted(batch.bags)], axis=1),
+    numeric_BN=jnp.asarray(batch.numeric_BN, recipe.compute_dtype),
+    history_TD=found["history.item"] + found["history.action"],
+    age_T=jnp.asarray(batch.history.age_T),
+    offsets=jnp.asarray(batch.history.offsets),
+  )
+
+
+class FeatureTokens(nnx.Module):
+  """The features' tokens, and one more made of the numeric features if there are any."""
+
+  def __init__(self, config: RecommenderConfig, features: int, numeric: int, recipe: Recipe, *, rngs: nnx.Rngs):
+    self.of_numeric = Affine(numeric, config.width, recipe, rngs=rngs) if numeric else None
+    self.number = features + (numeric > 0)
+
+  def __call__(self, inputs: Inputs) -> jax.Array:
+    if self.of_numeric is None:
+      return inputs.tokens_BFD
+    return jnp.concatenate([inputs.tokens_BFD, self.of_numeric(inputs.numeric_BN)[:, None, :]], axis=1)
+
+
+class LogitHead(nnx.Module):
+  """logit = MLP(x), in float32."""
+
+  def __init__(self, width_in: int, config: RecommenderConfig, recipe: Recipe, *, rngs: nnx.Rngs):
+    self.mlp = MLP((width_in, config.head_width, 1), "relu", recipe, rngs=rngs)
+
+  def __call__(self, x_BD: jax.Array) -> jax.Array:
+    return self.mlp(x_BD)[:, 0].astype(jnp.float32)
+
+
+def wukong_config(config: RecommenderConfig, num_layers: int) -> WukongConfig:
+  """Layers that put out `config.tokens` tokens, half of them by the factorisation machine."""
+  half = config.tokens // 2
+  return WukongConfig(
+    rank=config.rank, hidden=(config.mlp_width,), num_layers=num_layers, fmb_tokens=half, lcb_tokens=half
+  )
