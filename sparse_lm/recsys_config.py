@@ -6,8 +6,8 @@ import math
 from sparse_lm.config import LOADERS, CheckpointConfig, PrecisionConfig, TrainingConfig
 from sparse_lm.errors import UserError
 
-MODEL_KINDS = ("logistic", "dlrm", "dcnv2", "wukong", "gem")
-MODELS_WITH_HISTORY = ("gem",)
+MODEL_KINDS = ("logistic", "dlrm", "dcnv2", "wukong", "din", "gem")
+MODELS_WITH_HISTORY = ("din", "gem")
 INTERACTION_SOURCES = ("movielens_100k", "movielens", "synthetic")
 SPLITS = ("time", "user_time")
 
@@ -16,7 +16,7 @@ SPLITS = ("time", "user_time")
 class RecommenderConfig:
   """Sizes of a model; each kind reads those that it has."""
 
-  kind: str = "gem"  # logistic, dlrm, dcnv2, wukong, or gem: Kunlun's blocks over the history beside Wukong layers
+  kind: str = "gem"  # one of MODEL_KINDS; gem: Kunlun's blocks over the history beside Wukong layers
   width: int = 16  # of embeddings and tokens; logistic regression has 1
   head_width: int = 64  # of the hidden layer before the logit
   num_layers: int = 2  # of crosses, Wukong layers or blocks
@@ -61,7 +61,7 @@ class InteractionsConfig:
   validation_fraction: float = 0.1  # share of the events that a run is judged by
   test_fraction: float = 0.1  # share of the latest events, evaluated after the last step alone
   positive_from: float = 4.0  # label from which an event counts as positive; synthetic ones are 0 or 1
-  longest: int = 50  # gem: events of a history, the newest
+  longest: int = 50  # din, gem: events of a history, the newest
   synthetic_users: int = 2000  # each with a log-normal number of events, 106 in the mean
   synthetic_items: int = 1000
   synthetic_seed: int = 0  # of the teacher and of what is drawn from it

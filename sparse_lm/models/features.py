@@ -35,6 +35,7 @@ class Inputs(NamedTuple):
   """What a model gets, in the compute dtype."""
 
   tokens_BFD: jax.Array  # one for each feature of user and item
+  item_BD: jax.Array  # the one among them that the history's events are compared with
   numeric_BN: jax.Array
   history_TD: jax.Array  # item and action of each event, added
   age_T: jax.Array  # f32, seconds from an event to the one that is predicted
@@ -68,6 +69,7 @@ def front_end(tables: Tables, sinks: Sinks, batch: Batch, recipe: Recipe) -> Inp
   }
   return Inputs(
     tokens_BFD=jnp.stack([found[feature] for feature in sorted(batch.bags)], axis=1),
+    item_BD=found["item"],
     numeric_BN=jnp.asarray(batch.numeric_BN, recipe.compute_dtype),
     history_TD=found["history.item"] + found["history.action"],
     age_T=jnp.asarray(batch.history.age_T),

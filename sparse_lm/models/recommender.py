@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from sparse_lm.models.crossing import CrossNetwork, pairwise_dots
+from sparse_lm.models.din import Din
 from sparse_lm.models.features import FeatureTokens, Inputs, LogitHead, wukong_config
 from sparse_lm.models.gem import GemRecommender
 from sparse_lm.models.wukong import Wukong
@@ -89,5 +90,5 @@ def make_recommender(
   """
   if config.kind == "gem":
     return GemRecommender(config, features, numeric, longest, recipe, rngs=rngs)
-  kinds = {"logistic": LogisticRegression, "dlrm": Dlrm, "dcnv2": Dcnv2, "wukong": WukongRecommender}
+  kinds = {"logistic": LogisticRegression, "dlrm": Dlrm, "dcnv2": Dcnv2, "wukong": WukongRecommender, "din": Din}
   return kinds[config.kind](config, features, numeric, recipe, rngs=rngs)

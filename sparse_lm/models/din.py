@@ -1,0 +1,41 @@
+"""Deep interest network: a sum over the history, weighted by what the item that is predicted has to do with each event.
+
+  logit = MLP([x | sum_t w_t s_t]),   w_t = MLP([s_t | s_t * i | i])   (DIN, arXiv 1706.06978, section 4.3)
+
+s_t is an event, i the item, x all tokens of the features. Weights are no softmax, so that the sum also tells how much
+there was. The paper's activation (Dice, which normalises over the batch) is relu here: a score does not depend on who
+shares the batch.
+
+Dimension key: B samples, N interaction tokens, D width, T packed events.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from sparse_lm.models.features import FeatureTokens, Inputs, LogitHead
+from sparse_lm.models.mlp import MLP
+from sparse_lm.models.packed import clear_padding, places
+from sparse_lm.precision.recipes import Recipe
+from sparse_lm.recsys_config import RecommenderConfig
+
+
+class Din(nnx.Module):
+  """The module's equation. Its activation unit has `head_width / 2` hidden neurons."""
+
+  def __init__(self, config: RecommenderConfig, features: int, numeric: int, recipe: Recipe, *, rngs: nnx.Rngs):
+    width = config.width
+    self.tokens = FeatureTokens(config, features, numeric, recipe, rngs=rngs)
+    self.activation_unit = MLP((3 * width, config.head_width // 2, 1), "relu", recipe, rngs=rngs)
+    self.head = LogitHead((self.tokens.number + 1) * width, config, recipe, rngs=rngs)
+
+  def __call__(self, inputs: Inputs) -> jax.Array:
+    """logit_B."""
+    s_TD = clear_padding(inputs.history_TD, inputs.offsets)
+    row_T, _ = places(inputs.offsets, len(s_TD))
+    item_TD = inputs.item_BD.at[row_T].get(mode="fill", fill_value=0)  # padding has row B, which is none
+    weight_T1 = self.activation_unit(jnp.concatenate([s_TD, s_TD * item_TD, item_TD], axis=1))
+    samples = len(inputs.item_BD)
+    interest_BD = jax.ops.segment_sum(weight_T1 * s_TD, row_T, samples, indices_are_sorted=True)
+    x_BND = self.tokens(inputs)
+    return self.head(jnp.concatenate([x_BND.reshape(samples, -1), interest_BD], axis=1))
