@@ -2,10 +2,11 @@
 
 python -m experiments.sweep --config=configs/lm/tiny.py --sweep=configs/sweeps/table4_tiny.py --workdir=runs/table4_tiny
 
-A sweep file defines get_sweep(), which returns a dict: name of the run -> {"model.num_layers": 2, ...}. Its runs go to
-WORKDIR/NAME; --config.field=value holds for all of them. The same command goes on where it was stopped, passes over
-runs that are finished, and tries again those that failed. --dry_run prints the commands, one a line; --index=i runs one
-of them, for an array of jobs. The environment variable JAX_COMPILATION_CACHE_DIR lets runs of one shape share programs.
+A sweep file defines get_sweep(), which returns a dict: name of the run -> {"model.num_layers": 2, ...}. Its runs, of
+language models or of recommenders, go to WORKDIR/NAME; --config.field=value holds for all of them. The same command
+goes on where it was stopped, passes over runs that are finished, and tries again those that failed. --dry_run prints
+the commands, one a line; --index=i runs one of them, for an array of jobs. The environment variable
+JAX_COMPILATION_CACHE_DIR lets runs of one shape share programs.
 """
 
 import os
@@ -19,14 +20,17 @@ from sparse_lm import sweeps
 from sparse_lm.config import LmConfig
 from sparse_lm.errors import UserError
 from sparse_lm.flags import as_flags, load_sweep, overrides, run_with_config
+from sparse_lm.recsys_config import RecsysConfig
 
 _SWEEP = flags.DEFINE_string("sweep", None, "Python file with get_sweep(), see configs/sweeps/")
 _WORKDIR = flags.DEFINE_string("workdir", None, "folder of the sweep; each run has a folder of its own in it")
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "print the command of each run, finished ones too, and run nothing")
 _INDEX = flags.DEFINE_integer("index", None, "run only this one, counted from 0; all unless given")
 
+_TRAINERS = {LmConfig: "train_lm", RecsysConfig: "train_recsys"}
 
-def main(config: LmConfig) -> None:
+
+def main(config: LmConfig | RecsysConfig) -> None:
   """Checks all runs, then runs them."""
   if not _SWEEP.value:
     raise UserError("--sweep is missing; name a file, such as --sweep=configs/sweeps/table4_tiny.py")
@@ -40,7 +44,7 @@ def main(config: LmConfig) -> None:
   workdir = Path(os.path.expanduser(_WORKDIR.value))
   runs = []
   for n, (name, variant) in enumerate(configs.items(), start=1):
-    command = [sys.executable, "-m", "experiments.train_lm", f"--config={flags.FLAGS.config}"]
+    command = [sys.executable, "-m", f"experiments.{_TRAINERS[type(config)]}", f"--config={flags.FLAGS.config}"]
     command += [*as_flags(variant, [*given, *sweep[name]]), f"--workdir={workdir / name}"]
     runs.append(sweeps.Run(f"{n} of {len(configs)}: {name}", variant, workdir / name, command))
   if _INDEX.value is not None:
@@ -54,4 +58,4 @@ def main(config: LmConfig) -> None:
 
 
 if __name__ == "__main__":
-  run_with_config(main, LmConfig, builds_models=False)
+  run_with_config(main, tuple(_TRAINERS), builds_models=False)

@@ -64,6 +64,39 @@ def paper(runs: Runs, folder: Path) -> tuple[list[Path], list[str]]:
   return paths, left_out
 
 
+def recommenders(runs: Runs, folder: Path) -> list[Path]:
+  """Writes learning.png and calibration.png of runs that are finished.
+
+  Raises:
+    UserError: matplotlib is missing.
+  """
+  return [_learning(folder / "learning.png", runs), _calibration(folder / "calibration.png", runs)]
+
+
+def _learning(path: Path, runs: Runs) -> Path:
+  with _canvas(path, panels=2) as panels:
+    for axes, metric, title in zip(panels, ("validation_ne", "validation_auc"), ("NE", "AUC")):
+      for name, run in runs.items():
+        axes.plot(*_curve(run, metric, 0), "o-", label=name, markersize=3)
+      axes.set(title=f"{title} of later events (validation)", xlabel="step", ylabel=title)
+    panels[-1].legend(loc="upper left", bbox_to_anchor=(1, 1))
+  return path
+
+
+def _calibration(path: Path, runs: Runs) -> Path:
+  with _canvas(path) as (axes,):
+    axes.plot([0, 1], [0, 1], color="gray", linewidth=1)
+    for name, run in runs.items():
+      axes.plot(run.last["test_mean_predicted"], run.last["test_mean_observed"], "o-", label=name, markersize=4)
+    axes.set(
+      title="Test events in ten groups, by what was predicted",
+      xlabel="mean predicted probability",
+      ylabel="share of positives",
+    )
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+  return path
+
+
 def _by_coefficient(runs: Runs) -> tuple[Runs, str | None]:
   """Runs in the order of their L1 coefficients and named by them, with a title of the legend; as they are if not."""
   coefficients = [run.config["sparsity"]["l1_coefficient"] for run in runs.values()]

@@ -49,7 +49,7 @@ def run(main: Callable[[list[str]], int | None]) -> None:
 
 def run_with_config[ConfigT: Config](
   main: Callable[[ConfigT], int | None],
-  config_class: type[ConfigT],
+  config_class: type[ConfigT] | tuple[type[ConfigT], ...],
   default: str | None = None,
   *,
   builds_models: bool = True,
@@ -58,7 +58,7 @@ def run_with_config[ConfigT: Config](
 
   Args:
     main: its flags other than the config's are ordinary absl flags.
-    config_class: what `get_config()` of a config file returns; its `validate()` raises UserError.
+    config_class: what `get_config()` of a config file returns, or several such classes; `validate()` raises UserError.
     default: the config file where none is given; with None, `--config` is obligatory.
     builds_models: False spares a program that only reads configs the seconds that importing flax takes.
   """
@@ -73,11 +73,15 @@ def run_with_config[ConfigT: Config](
 
 
 def parse_config[ConfigT: Config](
-  argv: list[str], config_class: type[ConfigT], default: str | None = None, flag_values: flags.FlagValues = flags.FLAGS
+  argv: list[str],
+  config_class: type[ConfigT] | tuple[type[ConfigT], ...],
+  default: str | None = None,
+  flag_values: flags.FlagValues = flags.FLAGS,
 ) -> ConfigT:
   """Defines the config's flags, parses all flags, and returns the validated config. argv[0] is the program."""
   path = _config_argument(argv, default)
-  config = config_class() if path is None else load_config(path, config_class)
+  fallback = config_class[0] if isinstance(config_class, tuple) else config_class
+  config = fallback() if path is None else load_config(path, config_class)
   # The file is read by now; this flag stands for it in `--help`.
   program = sys.argv[0]
   flags.DEFINE_string("config", default, "config file, see configs/", flag_values, module_name=program)
@@ -97,7 +101,7 @@ def parse_config[ConfigT: Config](
   return config
 
 
-def load_config[ConfigT: Config](path: str, config_class: type[ConfigT]) -> ConfigT:
+def load_config[ConfigT: Config](path: str, config_class: type[ConfigT] | tuple[type[ConfigT], ...]) -> ConfigT:
   """Returns what `get_config()` of a Python file returns, not validated yet; `file.py:text` calls `get_config("text")`.
 
   Raises:
@@ -153,8 +157,8 @@ def as_flags(config: Config, names: Collection[str]) -> list[str]:
   return arguments
 
 
-def _ask_file[T](flag: str, path: str, function: str, kind: type[T]) -> T:
-  """Runs a Python file and returns what a function of it returns, which has to be of one type."""
+def _ask_file[T](flag: str, path: str, function: str, kind: type[T] | tuple[type[T], ...]) -> T:
+  """Runs a Python file and returns what a function of it returns, which has to be of that type, or of one of them."""
   filename, *argument = path.split(":", 1)
   if not os.path.isfile(filename):
     raise UserError(f"{flag}={path}: {_why_no_file(pathlib.Path(filename))}")
@@ -163,7 +167,8 @@ def _ask_file[T](flag: str, path: str, function: str, kind: type[T]) -> T:
   except (Exception, SystemExit) as error:  # such a file is a program and can fail in any way
     raise UserError(f"{flag}={path}: {_failure_of_file(error, filename, function)}") from error
   if not isinstance(value, kind):
-    raise UserError(f"{flag}={path}: {function}() returned {type(value).__name__}, this program needs {kind.__name__}")
+    kinds = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
+    raise UserError(f"{flag}={path}: {function}() returned {type(value).__name__}, this program needs {kinds}")
   return value
 
 
@@ -214,8 +219,8 @@ def _errors_in_one_line() -> Iterator[None]:
     if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):  # so JAX says it
       raise
     _leave(
-      f"out of memory ({first_line(error)}); make the batch or the model smaller, raise training.accumulation_steps,"
-      " set model.remat, or share the weights over more devices with parallel.fsdp",
+      f"out of memory ({first_line(error)}); make the batch or the model smaller, or, of a language model, raise"
+      " training.accumulation_steps, set model.remat, or share the weights over more devices with parallel.fsdp",
       EXIT_USER_ERROR,
     )
   except BrokenPipeError:  # the reader of our output has left (`| head`)

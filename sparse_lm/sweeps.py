@@ -11,10 +11,10 @@ import signal
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from sparse_lm import config_io
-from sparse_lm.config import LmConfig
+from sparse_lm.config import TrainingConfig
 from sparse_lm.errors import EXIT_PREEMPTED, UserError
 from sparse_lm.flags import EXIT_INTERRUPTED
 from sparse_lm.training.stop import StopSignal
@@ -31,6 +31,15 @@ _STOPPED = {
 }
 
 
+class RunConfig(Protocol):
+  """What a sweep asks of a config."""
+
+  training: TrainingConfig
+
+  def validate(self) -> None:
+    """Raises UserError at the first thing that cannot work."""
+
+
 class SweepError(UserError):
   """Not every run is done: 1 where runs failed, 75 after SIGTERM, 130 after Ctrl-C."""
 
@@ -44,14 +53,14 @@ class Run:
   """One run of a sweep."""
 
   title: str  # what is said when it starts
-  config: LmConfig
+  config: RunConfig
   folder: Path
   command: list[str]
 
 
-def configs(
-  config: LmConfig, sweep: Mapping[str, Mapping[str, Any]], given: Collection[str] = ()
-) -> dict[str, LmConfig]:
+def configs[ConfigT: RunConfig](
+  config: ConfigT, sweep: Mapping[str, Mapping[str, Any]], given: Collection[str] = ()
+) -> dict[str, ConfigT]:
   """Returns the validated config of each run.
 
   Args:
@@ -64,7 +73,7 @@ def configs(
   """
   if not sweep:
     raise UserError("the sweep has no runs; get_sweep() must return overlays by name of the run")
-  resolved: dict[str, LmConfig] = {}
+  resolved: dict[str, ConfigT] = {}
   for name, overlay in sweep.items():
     _check_name(name, list(resolved))
     if not isinstance(overlay, Mapping) or not all(isinstance(field, str) for field in overlay):
@@ -80,7 +89,7 @@ def configs(
   return resolved
 
 
-def is_finished(folder: Path, config: LmConfig) -> bool:
+def is_finished(folder: Path, config: RunConfig) -> bool:
   """Whether a folder holds exactly this run, trained to its last step; where in doubt, the run itself finds out."""
   try:
     saved = json.loads((folder / "config.json").read_text())

@@ -13,7 +13,13 @@ LAYERS = ("experiments", "configs", "sparse_lm", "pallas_kernels")
 # What each layer may import of this repository; a name stands for itself and all below it.
 MAY_IMPORT = {
   "experiments": ("experiments", "configs", "sparse_lm", "pallas_kernels"),
-  "configs": ("configs", "sparse_lm.config", "sparse_lm.recsys_config", "sparse_lm.table_config"),
+  "configs": (
+    "configs",
+    "sparse_lm.config",
+    "sparse_lm.next_item_config",
+    "sparse_lm.recsys_config",
+    "sparse_lm.table_config",
+  ),
   "sparse_lm": ("sparse_lm", "pallas_kernels"),
   "pallas_kernels": ("pallas_kernels",),
 }

@@ -99,6 +99,14 @@ def grouped_auc(scores_N: np.ndarray, labels_N: np.ndarray, users_N: np.ndarray)
   return GroupedAuc(_ratio(sum(value * size for value, size in kept), total), len(kept), len(found) - len(kept))
 
 
+def reliability(logits_N: np.ndarray, labels_N: np.ndarray, groups: int = 10) -> tuple[list[float], list[float]]:
+  """Mean prediction and mean label of groups of equal size, by rising prediction; of few predictions, fewer groups."""
+  logits_N, labels_N = _checked(logits_N, labels_N)
+  order = np.argsort(logits_N, kind="stable")
+  parts = [part for part in np.array_split(order, groups) if len(part)]
+  return [float(_sigmoid(logits_N[part]).mean()) for part in parts], [float(labels_N[part].mean()) for part in parts]
+
+
 def _checked(scores_N, labels_N) -> tuple[np.ndarray, np.ndarray]:
   scores_N, labels_N = np.asarray(scores_N), np.asarray(labels_N)
   if scores_N.ndim != 1 or scores_N.shape != labels_N.shape:

@@ -25,7 +25,7 @@ from sparse_lm.data.batches import BatchIterator
 from sparse_lm.data.recsys import open_samples
 from sparse_lm.data.samples import Batch, Samples
 from sparse_lm.errors import UserError
-from sparse_lm.evaluation.prediction import PredictionSums, grouped_auc
+from sparse_lm.evaluation.prediction import PredictionSums, grouped_auc, reliability
 from sparse_lm.models.features import Lookup, Sinks, Tables, front_end, lookups, zero_sinks
 from sparse_lm.models.recommender import make_recommender
 from sparse_lm.precision.recipes import RECIPES
@@ -159,8 +159,9 @@ class RecommenderTask(Task):
       return {"loss": float("nan")}  # for which the loop stops
     sums = PredictionSums.of(logits_N, labels_N)
     within = grouped_auc(logits_N, labels_N, samples.log.user_N[events_N])
-    metrics = {"loss": sums.logloss, "ne": sums.ne, "auc": sums.auc, "gauc": within.value}
+    metrics: Json = {"loss": sums.logloss, "ne": sums.ne, "auc": sums.auc, "gauc": within.value}
     metrics |= {"calibration": sums.calibration, "users_left_out_of_gauc": within.left_out}
+    metrics["mean_predicted"], metrics["mean_observed"] = reliability(logits_N, labels_N)  # by groups
     if self.logit_N is not None:
       metrics["bayes_ne"] = PredictionSums.of(self.logit_N[events_N].astype(np.float32), labels_N).ne
     return metrics

@@ -9,7 +9,7 @@ import pytest
 from sklearn import metrics
 
 from sparse_lm.evaluation import prediction
-from sparse_lm.evaluation.prediction import PredictionSums, auc, grouped_auc
+from sparse_lm.evaluation.prediction import PredictionSums, auc, grouped_auc, reliability
 
 LOGITS = np.array([0.0, np.log(3), -np.log(3), np.log(3)])  # probabilities 1/2, 3/4, 1/4, 3/4
 LABELS = np.array([0, 1, 0, 0])
@@ -136,3 +136,11 @@ def test_what_is_no_prediction_is_refused(scores, labels, said):
 def test_users_that_do_not_fit_are_refused():
   with pytest.raises(ValueError, match=r"users_N has shape \(1,\)"):
     grouped_auc(np.zeros(2), np.array([0, 1]), np.zeros(1))
+
+
+def test_reliability_by_hand():
+  predicted, observed = reliability(LOGITS, LABELS, groups=2)  # sorted: 1/4, 1/2 | 3/4, 3/4
+  assert predicted == pytest.approx([3 / 8, 3 / 4])
+  assert observed == [0, 1 / 2]
+  assert reliability(LOGITS[:1], LABELS[:1]) == ([1 / 2], [0])
+  assert reliability(LOGITS[:0], LABELS[:0]) == ([], [])

@@ -1,0 +1,89 @@
+"""Runs of recommenders side by side, several seeds a model: a table, and what it is compared with."""
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pallas_kernels import bench
+from sparse_lm.data.recsys import Parts
+from sparse_lm.errors import UserError
+from sparse_lm.evaluation.biases import bias_logits
+from sparse_lm.evaluation.prediction import PredictionSums, grouped_auc
+from sparse_lm.report import RunRecord
+
+Json = dict[str, Any]
+_FLOORS = "floors.json"
+# Two-sided 95 % of Student's t for the mean of n values, n = 2, 3, ...
+_T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+_METRICS = {"ne": "NE", "auc": "AUC", "gauc": "AUC within users", "calibration": "calibration"}
+
+
+def floors(parts: Parts) -> dict[str, Json]:
+  """What sums of means get on the test part, by name of the floor: NE, AUC, gAUC and calibration."""
+  test = parts.test
+  events_N = test.events_N
+  labels_N, user_N = test.labels[events_N], test.log.user_N[events_N]
+  found = {}
+  for name, running in (("user + item biases", False), ("running user mean + item bias", True)):
+    logits_N = bias_logits(test.log, parts.train.events_N, running=running)[events_N]
+    found[name] = scores(logits_N, labels_N, user_N)
+  return found
+
+
+def scores(logits_N: np.ndarray, labels_N: np.ndarray, user_N: np.ndarray) -> Json:
+  """NE, AUC, gAUC and calibration of predictions."""
+  sums = PredictionSums.of(logits_N, labels_N)
+  within = grouped_auc(logits_N, labels_N, user_N)
+  return {"ne": sums.ne, "auc": sums.auc, "gauc": within.value, "calibration": sums.calibration}
+
+
+def write_floors(found: Mapping[str, Json], folder: Path) -> None:
+  """Beside the runs, for `read_floors`."""
+  (folder / _FLOORS).write_text(json.dumps(found, indent=2) + "\n")
+
+
+def read_floors(folder: Path) -> dict[str, Json]:
+  """Those that were written beside the runs."""
+  return json.loads((folder / _FLOORS).read_text())
+
+
+def by_model(runs: Mapping[str, RunRecord]) -> dict[str, list[RunRecord]]:
+  """Runs of one model, that is, those whose configs differ in the seed alone.
+
+  Raises:
+    UserError: a run is unfinished or was not tested, or two runs of a kind differ in more than the seed.
+  """
+  groups: dict[str, list[RunRecord]] = {}
+  for name, run in runs.items():
+    if not run.finished or "test_ne" not in run.last:
+      raise UserError(f"run {name!r} is at step {run.last['step']} of {run.steps} or has no test; finish it first")
+    group = groups.setdefault(run.config["model"]["kind"], [])
+    if group and group[0].config | {"seed": None} != run.config | {"seed": None}:
+      raise UserError(f"run {name!r} differs in more than its seed from another of its kind; give it a folder apart")
+    group.append(run)
+  return groups
+
+
+def markdown_table(models: Mapping[str, Sequence[RunRecord]], floors: Mapping[str, Json]) -> str:
+  """Test metrics, a row a floor and a row a model: mean and 95 % interval over its seeds."""
+  header = ["model", "seeds", "steps", *_METRICS.values()]
+  rows = [[name, "-", "-", *(f"{found[metric]:.4f}" for metric in _METRICS)] for name, found in floors.items()]
+  for kind, runs in models.items():
+    values = ([run.last[f"test_{metric}"] for run in runs] for metric in _METRICS)
+    rows.append([kind, str(len(runs)), str(runs[0].steps), *map(interval, values)])
+  return bench.markdown_table(header, rows)
+
+
+def interval(values: Sequence[float]) -> str:
+  """`mean ± half the 95 % interval of the mean`, by Student's t; of one value, that."""
+  mean = f"{statistics.fmean(values):.4f}"
+  if len(values) == 1:
+    return mean
+  if len(values) > len(_T_95) + 1:
+    raise UserError(f"{len(values)} seeds are given; at most {len(_T_95) + 1} have an interval here")
+  half = _T_95[len(values) - 2] * statistics.stdev(values) / len(values) ** 0.5
+  return f"{mean} ± {half:.4f}"
