@@ -1,7 +1,7 @@
 # Every target sets itself up: it makes .venv with a Python >= 3.12 and installs what it needs.
 PYTHON_VENV := .venv/bin/python
 
-.PHONY: setup demo test test-all lint
+.PHONY: setup demo demo-recsys test test-all lint
 
 setup:
 	@tools/setup.sh dev
@@ -9,6 +9,10 @@ setup:
 demo:
 	@tools/setup.sh demo
 	@$(PYTHON_VENV) -m experiments.demo
+
+demo-recsys:
+	@tools/setup.sh demo
+	@$(PYTHON_VENV) -m experiments.demo_recsys
 
 lint: setup
 	@$(PYTHON_VENV) -m ruff format --check .

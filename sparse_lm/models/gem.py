@@ -9,7 +9,8 @@ from flax import nnx
 
 from sparse_lm.models.features import FeatureTokens, Inputs, LogitHead, wukong_config
 from sparse_lm.models.interformer import TokenSummary
-from sparse_lm.models.packed import clear_padding
+from sparse_lm.models.mlp import MLP
+from sparse_lm.models.packed import clear_padding, places
 from sparse_lm.models.seed_pooling import SeedPooling
 from sparse_lm.models.sequence import PersonalisedFfn, TimeRotary, WindowAttention
 from sparse_lm.models.wukong import Wukong
@@ -50,12 +51,17 @@ class GemBlock(nnx.Module):
 
 
 class GemRecommender(nnx.Module):
-  """logit = MLP(X of the last block); S begins as the history, X as the features."""
+  """logit = MLP(X of the last block); S begins as the history, X as the features.
+
+  Each event meets the item that is predicted before the first block, s + MLP([s | s * i | i]): our addition, for what
+  the blocks pool is otherwise a mean that knows the item by the personalised network alone.
+  """
 
   def __init__(
     self, config: RecommenderConfig, features: int, numeric: int, longest: int, recipe: Recipe, *, rngs: nnx.Rngs
   ):
     self.tokens = FeatureTokens(config, features, numeric, recipe, rngs=rngs)
+    self.meeting = MLP((3 * config.width, config.head_width, config.width), "relu", recipe, rngs=rngs)
     self.rotary = TimeRotary(head_width=config.width // config.num_heads, t_scale=config.time_scale)
     tokens = (self.tokens.number, *[config.tokens] * (config.num_layers - 1))
     self.blocks = nnx.List([GemBlock(config, number, longest, recipe, rngs=rngs) for number in tokens])
@@ -64,6 +70,9 @@ class GemRecommender(nnx.Module):
   def __call__(self, inputs: Inputs) -> jax.Array:
     """logit_B."""
     x_BND, s_TD = self.tokens(inputs), clear_padding(inputs.history_TD, inputs.offsets)
+    row_T, _ = places(inputs.offsets, len(s_TD))
+    item_TD = inputs.item_BD.at[row_T].get(mode="fill", fill_value=0)  # padding has row B, which is none
+    s_TD = s_TD + self.meeting(jnp.concatenate([s_TD, s_TD * item_TD, item_TD], axis=1))
     rotary = self.rotary(inputs.age_T, inputs.offsets)
     for block in self.blocks:
       x_BND, s_TD = block(x_BND, s_TD, inputs.offsets, rotary)
