@@ -6,7 +6,6 @@ python -m experiments.train_recsys --config=configs/recsys/movielens.py:dlrm --w
 
 from typing import Any
 
-from sparse_lm import config_io
 from sparse_lm.config import CheckpointConfig
 from sparse_lm.recsys_config import RecsysConfig
 
@@ -38,4 +37,8 @@ def tuned(kind: str, split: str) -> dict[str, Any]:
 
 
 def get_config(kind: str = "gem") -> RecsysConfig:
-  return config_io.overlay(RecsysConfig(checkpoint=CheckpointConfig(every=500)), tuned(kind, "time"))
+  config = RecsysConfig(checkpoint=CheckpointConfig(every=500))
+  for name, value in tuned(kind, "time").items():
+    section, field = name.split(".")
+    setattr(getattr(config, section), field, value)
+  return config
