@@ -7,7 +7,6 @@ Dimension key: B samples, D width, V rows of a table, T packed ids.
 """
 
 import dataclasses
-import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -24,28 +23,18 @@ from sparse_lm.data import training_batches
 from sparse_lm.data.batches import BatchIterator
 from sparse_lm.data.recsys import open_samples
 from sparse_lm.data.samples import Batch, Samples
-from sparse_lm.errors import UserError
 from sparse_lm.evaluation.prediction import PredictionSums, grouped_auc, reliability
 from sparse_lm.models.features import Lookup, Sinks, Tables, front_end, lookups, zero_sinks
 from sparse_lm.models.recommender import make_recommender
 from sparse_lm.precision.recipes import RECIPES
 from sparse_lm.recsys_config import RecsysConfig
 from sparse_lm.training import loop
+from sparse_lm.training.adamw import adamw
+from sparse_lm.training.interaction_task import FREE_FIELDS, InteractionTask, fingerprint
 from sparse_lm.training.progress import Progress
 from sparse_lm.training.state import COMPILE_FAST, COMPILER_OPTIONS, learning_rate
-from sparse_lm.training.task import Task, refuse_differences
 
 Json = dict[str, Any]
-# Fields that a resumed run may change: they decide where and how often, not what is computed.
-_FREE_FIELDS = (
-  "checkpoint.",
-  "training.log_every",
-  "training.eval_",
-  "training.tensorboard",
-  "data.path",
-  "data.cache_dir",
-  "data.loader",
-)
 
 
 @jax.tree_util.register_dataclass
@@ -78,18 +67,18 @@ def train(config: RecsysConfig, workdir: Path, *, progress: Progress | None = No
   config.validate()
   workdir = Path(os.path.expanduser(workdir))
   make_task = lambda report: RecommenderTask(config, report)
-  return loop.train(config, workdir, make_task, check=lambda workdir: None, free_fields=_FREE_FIELDS, progress=progress)
+  return loop.train(config, workdir, make_task, check=lambda workdir: None, free_fields=FREE_FIELDS, progress=progress)
 
 
-class RecommenderTask(Task):
+class RecommenderTask(InteractionTask):
   """Prediction of a label from the features of an event and the events before it."""
 
   unit = "sample"
   remedy = "training.learning_rate or tables.learning_rate"
 
   def __init__(self, config: RecsysConfig, report: Callable[[str], None]):
+    super().__init__()
     self.config: RecsysConfig = config
-    self.mesh = jax.make_mesh((1, 1), ("data", "fsdp"), devices=jax.devices()[:1])
     self.train, self.validation, self.test, self.logit_N = open_samples(config, report)
     self.units_per_step = config.training.batch_size
     self.validates = len(self.validation) + len(self.test) > 0
@@ -109,34 +98,12 @@ class RecommenderTask(Task):
     batches = {capacity: self.place(self.train.padding(capacity)) for capacity in self.train.capacities}
     return _Steps({capacity: step.lower(state, batch).compile() for capacity, batch in batches.items()})
 
-  def place(self, batch: Batch) -> Batch:
-    return jax.tree.map(jnp.asarray, batch)
-
-  def write_files(self, workdir: Path) -> None:
-    """Nothing: a recommender's ids come with its data."""
-
-  def entry(self, values: Json, variant: str) -> Json:
-    return values
-
   def evaluate(self, state: RecsysState, variant: str) -> Json:
     parts = {"validation": self.validation}
     if int(state.step) == self.config.training.steps:
       parts["test"] = self.test
     judged = {part: self._judge(state, samples) for part, samples in parts.items() if len(samples)}
     return {f"{part}_{name}": x for part, found in judged.items() for name, x in found.items()}
-
-  def refuse_other_run(self, directory: Path, metadata: Json) -> None:
-    where = f"work folder {directory.parent}"
-    refuse_differences(where, metadata["config"], self.config, free=_FREE_FIELDS)
-    if metadata["dataset"] != self.identity["dataset"]:
-      raise UserError(
-        f"the checkpoints in {directory.parent} were trained on other interactions (fingerprint"
-        f" {metadata['dataset'][:12]}, now {self.identity['dataset'][:12]}); restore the files, or give another"
-        " --workdir"
-      )
-
-  def foreign_parameters(self, given: str, path: Path, abstract: Any) -> Any:
-    raise UserError(f"{given} is for language models")  # refused before, by the config
 
   def highlights(self, entry: Json) -> list[str]:
     names = {"validation_ne": "NE", "validation_auc": "AUC"}
@@ -201,7 +168,7 @@ def make_init(config: RecsysConfig, samples: Samples) -> jax.stages.Wrapped:
     return RecsysState(
       step=jnp.int32(0),
       model=model,
-      optimizer=make_optimizer(config).init(model),
+      optimizer=adamw(config.training).init(model),
       tables={name: draw(name, rows) for name, rows in sizes.items()},
       moments={name: jnp.zeros((rows,), jnp.float32) for name, rows in sizes.items()},
       first_bad_step=jnp.int32(-1),
@@ -210,25 +177,9 @@ def make_init(config: RecsysConfig, samples: Samples) -> jax.stages.Wrapped:
   return jax.jit(init, compiler_options=COMPILE_FAST)
 
 
-def make_optimizer(config: RecsysConfig) -> optax.GradientTransformation:
-  """AdamW after clipping by the global norm; biases do not decay."""
-  training = config.training
-  return optax.chain(
-    optax.clip_by_global_norm(training.clip_norm),
-    optax.adamw(
-      learning_rate(training),
-      b1=training.beta1,
-      b2=training.beta2,
-      eps=training.epsilon,
-      weight_decay=training.weight_decay,
-      mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
-    ),
-  )
-
-
 def make_train_step(config: RecsysConfig) -> jax.stages.Wrapped:
   """Returns the jitted `step(state, batch) -> (state, metrics)`, which consumes the state."""
-  optimizer, schedule = make_optimizer(config), learning_rate(config.training)
+  optimizer, schedule = adamw(config.training), learning_rate(config.training)
   recipe, tables_config = RECIPES[config.precision.recipe], config.tables
 
   def step(state: RecsysState, batch: Batch) -> tuple[RecsysState, Json]:
@@ -305,17 +256,15 @@ def _predict(model, tables: Tables, batch: Batch, *, recipe: str) -> jax.Array:
 
 def _fingerprint(*parts: Samples) -> str:
   """Of the log, its features and its split."""
-  digest = hashlib.sha256()
   log = parts[0].log
+  names: list[str] = []
   arrays = [log.user_N, log.item_N, log.time_N, parts[0].action_N, *(samples.events_N for samples in parts)]
   for entities in (log.users, log.items):
-    digest.update("\0".join(entities.names).encode())
+    names += entities.names
     for name, numbers in sorted(entities.numeric.items()):
-      digest.update(name.encode())
+      names.append(name)
       arrays.append(numbers)
     for name, it in sorted(entities.categorical.items()):
-      digest.update(f"{name} {it.table_size}".encode())
+      names.append(f"{name} {it.table_size}")
       arrays += [it.ids_T, it.offsets]
-  for array in arrays:
-    digest.update(np.ascontiguousarray(array).tobytes())
-  return digest.hexdigest()
+  return fingerprint(arrays, names)
