@@ -2,14 +2,56 @@
 
 import dataclasses
 import math
+from typing import Any
 
 from sparse_lm.config import LOADERS, CheckpointConfig, PrecisionConfig, TrainingConfig
 from sparse_lm.errors import UserError
 
 MODEL_KINDS = ("logistic", "dlrm", "dcnv2", "wukong", "din", "gem")
 MODELS_WITH_HISTORY = ("din", "gem")
-INTERACTION_SOURCES = ("movielens_100k", "movielens", "synthetic")
+INTERACTION_SOURCES = ("movielens_100k", "movielens", "kuairand", "synthetic")
+KUAIRAND_LABELS = (
+  "is_click",
+  "long_view",
+  "is_like",
+  "is_follow",
+  "is_comment",
+  "is_forward",
+  "is_hate",
+  "is_profile_enter",
+)
 SPLITS = ("time", "user_time")
+
+
+@dataclasses.dataclass
+class StreamConfig:
+  """gem: what becomes of a stream of events, with sizes of its own (Kunlun's event-level personalisation)."""
+
+  width: int = 16  # of its events inside the model
+  num_heads: int = 2
+  window: int | None = 16  # events on either side that an event sees
+  block: int | None = None  # or the events of its block, counted from the first; neither: all events
+  neurons: int = 16  # of the personalised feed-forward block
+  seeds: int = 8  # that gather from the events
+  pooled_tokens: int | None = 4  # that they are compressed to; None: each seed is a token (PMA)
+
+  def validate(self, name: str) -> None:
+    """Raises UserError for sizes that cannot work together; `name` is that of the section."""
+    _require_positive(name, self)
+    if self.window is not None and self.block is not None:
+      raise UserError(
+        f"{name}.window={self.window} and {name}.block={self.block}: an event has one of them; set the other to None"
+      )
+    if self.width % self.num_heads or self.width // self.num_heads % 4:
+      raise UserError(
+        f"{name}.width={self.width} / {name}.num_heads={self.num_heads} must be a multiple of 4: half of a head's pairs"
+        " turn with the position, half with time"
+      )
+
+  @property
+  def tokens(self) -> int:
+    """That it gives to the interaction side."""
+    return self.seeds if self.pooled_tokens is None else self.pooled_tokens
 
 
 @dataclasses.dataclass
@@ -17,50 +59,59 @@ class RecommenderConfig:
   """Sizes of a model; each kind reads those that it has."""
 
   kind: str = "gem"  # one of MODEL_KINDS; gem: Kunlun's blocks over the history beside Wukong layers
-  width: int = 16  # of embeddings and tokens; logistic regression has 1
+  width: int = 16  # of interaction tokens; logistic regression has 1
+  embedding_width: int | None = None  # of the tables' rows; None: as wide as the tokens
   head_width: int = 64  # of the hidden layer before the logit
   num_layers: int = 2  # of crosses, Wukong layers or blocks
   rank: int = 8  # of factorisation machines
   tokens: int = 8  # that a Wukong layer puts out, half of them by its factorisation machine
   mlp_width: int = 64  # inside a Wukong layer
-  num_heads: int = 2  # gem
-  window: int = 16  # gem: events on either side that an event sees
-  neurons: int = 16  # gem: of the personalised feed-forward block
-  summary_tokens: int = 4  # gem: from which its weights are made
-  seeds: int = 8  # gem: that gather from the history
-  pooled_tokens: int = 4  # gem: that they are compressed to
+  mlp_layers: int = 1  # hidden ones inside a Wukong layer
+  experts: int = 1  # gem: Wukong layers beside each other, each with its share of the tokens
+  summary_tokens: int = 4  # gem: from which the weights of personalised feed-forward blocks are made
+  comp_skip: bool = False  # gem: feed-forward and pooling in every other block, attention in those between
+  recompute: bool = False  # gem: blocks are computed again in the backward pass, so that less is kept
   time_scale: float = 86400.0  # gem: seconds; much younger events are told apart by their position alone
+  stream: StreamConfig = dataclasses.field(default_factory=StreamConfig)
+
+  @property
+  def table_width(self) -> int:
+    """Of the rows of embedding tables."""
+    return self.width if self.embedding_width is None else self.embedding_width
 
   def validate(self) -> None:
     """Raises UserError for sizes that cannot work together."""
     if self.kind not in MODEL_KINDS:
       raise UserError(f"model.kind={self.kind!r} is unknown; allowed: {', '.join(MODEL_KINDS)}")
-    for name, value in dataclasses.asdict(self).items():
-      if name != "kind" and not (value > 0 and math.isfinite(value)):
-        raise UserError(f"model.{name}={value} must be positive")
-    if self.kind == "logistic" and self.width != 1:
+    _require_positive("model", self)
+    if self.kind == "logistic" and (self.width, self.table_width) != (1, 1):
       raise UserError(
-        f"model.width={self.width}, but logistic regression has one weight for each id; set model.width=1"
+        f"model.width={self.width}, model.embedding_width={self.embedding_width}, but logistic regression has one"
+        " weight for each id; set model.width=1 and leave the other out"
       )
     if self.kind in ("wukong", "gem") and self.tokens % 2:
       raise UserError(f"model.tokens={self.tokens} must be even: half of them come from the factorisation machine")
-    if self.kind == "gem" and (self.width % self.num_heads or self.width // self.num_heads % 4):
-      raise UserError(
-        f"model.width={self.width} / model.num_heads={self.num_heads} must be a multiple of 4: half of a head's pairs"
-        " turn with the position, half with time"
-      )
+    self.stream.validate("model.stream")
+
+
+def _require_positive(name: str, section: Any) -> None:
+  """Raises UserError for a number of a section that is not."""
+  for field, value in vars(section).items():
+    if isinstance(value, int | float) and not isinstance(value, bool) and not (value > 0 and math.isfinite(value)):
+      raise UserError(f"{name}.{field}={value} must be positive")
 
 
 @dataclasses.dataclass
 class InteractionsConfig:
   """Where interactions come from and which of them are predicted."""
 
-  source: str = "movielens_100k"  # fetched once; movielens: files of data.path; synthetic: drawn, with a known teacher
-  path: str | None = None  # movielens: a folder, or its ratings file (.inter, ratings.dat, ratings.csv)
+  source: str = "movielens_100k"  # fetched once; movielens, kuairand: files of data.path; synthetic: of a known teacher
+  path: str | None = None  # a folder; movielens: or its ratings file (.inter, ratings.dat, ratings.csv)
+  label: str | None = None  # kuairand: the signal that is predicted, one of KUAIRAND_LABELS; None: the first, is_click
   split: str = "time"  # time: the log is cut at two moments; user_time: each user's events are
   validation_fraction: float = 0.1  # share of the events that a run is judged by
   test_fraction: float = 0.1  # share of the latest events, evaluated after the last step alone
-  positive_from: float = 4.0  # label from which an event counts as positive; synthetic ones are 0 or 1
+  positive_from: float = 4.0  # movielens: label from which an event counts as positive; other labels are 0 or 1
   longest: int = 50  # din, gem: events of a history, the newest
   synthetic_users: int = 2000  # each with a log-normal number of events, 106 in the mean
   synthetic_items: int = 1000
@@ -74,11 +125,17 @@ class InteractionsConfig:
       raise UserError(f"data.source={self.source!r} is unknown; allowed: {', '.join(INTERACTION_SOURCES)}")
     if self.split not in SPLITS:
       raise UserError(f"data.split={self.split!r} is unknown; allowed: {', '.join(SPLITS)}")
-    if (self.path is None) == (self.source == "movielens"):
+    if (self.path is None) == (self.source in ("movielens", "kuairand")):
       said = (
         "needs data.path: a folder or its ratings file" if self.path is None else "reads no data.path; leave it out"
       )
       raise UserError(f"data.source={self.source!r} {said}")
+    if self.label is not None and self.source != "kuairand":
+      raise UserError(f"data.source={self.source!r} reads no data.label, but it is {self.label!r}; leave it out")
+    if self.label not in (None, *KUAIRAND_LABELS):
+      raise UserError(f"data.label={self.label!r} is unknown; allowed: {', '.join(KUAIRAND_LABELS)}")
+    if self.source == "kuairand" and self.positive_from != InteractionsConfig.positive_from:
+      raise UserError(f"data.positive_from={self.positive_from}, but labels of kuairand are 0 or 1; leave it out")
     held_out = self.validation_fraction, self.test_fraction
     if not (min(held_out) >= 0 and sum(held_out) < 1):
       raise UserError(
@@ -111,6 +168,27 @@ class TablesConfig:
         raise UserError(f"tables.{name}={value} must be positive")
 
 
+@dataclasses.dataclass
+class DistillationConfig:
+  """What a model learns from another one, beside the labels."""
+
+  teacher: str | None = None  # work folder of a finished run on the same log, trained on no event held out here
+  weight: float = 1.0  # of the cross-entropy against the teacher, beside that against the labels
+  adapter: bool = False  # correct the teacher by the labels of events that it was not trained on
+  adapter_width: int = 32  # of the adapter's hidden layer
+
+  def validate(self) -> None:
+    """Raises UserError for a teacher that has no name, values out of range, and an adapter of nothing."""
+    if self.teacher == "":
+      raise UserError("distillation.teacher='' names nothing; give the --workdir of a finished run")
+    if not (self.weight >= 0 and math.isfinite(self.weight)):
+      raise UserError(f"distillation.weight={self.weight} must be 0 or more, and finite")
+    if self.adapter_width < 1:
+      raise UserError(f"distillation.adapter_width={self.adapter_width} must be at least 1")
+    if self.adapter and self.teacher is None:
+      raise UserError("distillation.adapter=True, but distillation.teacher=None; name a teacher, or set adapter=False")
+
+
 def _training() -> TrainingConfig:
   return TrainingConfig(steps=1000, batch_size=256, weight_decay=0.0, beta2=0.999, warmup_steps=50)
 
@@ -123,13 +201,15 @@ class RecsysConfig:
   precision: PrecisionConfig = dataclasses.field(default_factory=lambda: PrecisionConfig(recipe="fp32"))
   data: InteractionsConfig = dataclasses.field(default_factory=InteractionsConfig)
   tables: TablesConfig = dataclasses.field(default_factory=TablesConfig)
+  distillation: DistillationConfig = dataclasses.field(default_factory=DistillationConfig)
   training: TrainingConfig = dataclasses.field(default_factory=_training)
   checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
   seed: int = 0
 
   def validate(self) -> None:
     """Raises UserError, naming the field and both values, at the first thing that cannot work."""
-    for section in (self.model, self.precision, self.data, self.tables, self.training, self.checkpoint):
+    sections = self.model, self.precision, self.data, self.tables, self.distillation, self.training, self.checkpoint
+    for section in sections:
       section.validate()
     if self.training.accumulation_steps != 1:
       raise UserError(

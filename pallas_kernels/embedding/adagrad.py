@@ -3,21 +3,26 @@
 g_r  = sum over the tokens t with ids[t] = r of weights[t] * d_out[bag of t] / divisor of the bag
 m_r += mean over D of g_r^2;  table_r -= learning_rate * g_r / (sqrt(m_r) + eps)
 
-The gradients of a repeated id are added first, so that the result is one step on the sum. On a GPU XLA adds them
-atomically unless it is compiled with xla_gpu_deterministic_ops, and only there the last bits may differ between runs.
+The gradients of a repeated id are added first, so that the result is one step on the sum. Ids are sorted, and the runs
+of equal ones are bags of rows of d_out: what adds up rows of a table for the forward pass adds up gradients here, in the
+order of the ids. A run is added in pieces first: an id that is in every sample would be one long sum, which one block
+computes while all others wait.
+
 No array of V x D is there beside the table, which a jitted caller should donate.
 
-Dimension key: V table rows, D row width, T ids, B bags.
+Dimension key: V table rows, D row width, T ids, B bags, R runs of equal ids, P pieces of them; both are upper bounds.
 """
 
-import functools
 from typing import get_args
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch, row_offsets
+from pallas_kernels.embedding.api import bag
 from pallas_kernels.embedding.reference import Mode, divisor_B, place_tokens
+
+_PIECE = 64  # tokens
 
 
 def rowwise_adagrad(
@@ -31,6 +36,7 @@ def rowwise_adagrad(
   learning_rate: float | jax.Array,
   eps: float,
   mode: Mode = "sum",
+  implementation: dispatch.Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Returns (table_VD, m_V) after one step.
 
@@ -44,6 +50,7 @@ def rowwise_adagrad(
     learning_rate: a number.
     eps: a positive Python number; a row whose gradients have all been zero stays where it is.
     mode: of the bag call.
+    implementation: of the sums, as `bag` takes it.
 
   Raises:
     TypeError: dtypes that do not fit.
@@ -60,32 +67,51 @@ def rowwise_adagrad(
     return table_VD, m_V
 
   bag_T, exists_T = place_tokens(ids, offsets, num_rows)
-  scale_T = 1 / divisor_B(offsets, mode).at[bag_T].get(mode="fill", fill_value=1)
-  if weights is not None:
-    scale_T = scale_T * weights
-  # Selects: what belongs to nothing may be NaN.
-  terms_TD = jnp.where(exists_T[:, None], d_out_BD.at[bag_T].get(mode="fill", fill_value=0) * scale_T[:, None], 0)
-
   order_T = jnp.argsort(jnp.where(exists_T, ids, num_rows), stable=True)  # those that do not exist come last
-  sorted_T, exists_T = ids[order_T], exists_T[order_T]
-  starts_T = (sorted_T[1:] != sorted_T[:-1]) | (exists_T[1:] != exists_T[:-1])
-  run_T = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(starts_T, dtype=jnp.int32)])  # of equal ids
-  g_TD = jax.ops.segment_sum(terms_TD[order_T], run_T, num_segments=num_tokens, indices_are_sorted=True)
+  sorted_T, place_T = ids[order_T], jnp.arange(num_tokens, dtype=jnp.int32)
+  exists_T = place_T < jnp.sum(exists_T)
+  starts_run_T = exists_T & ((place_T == 0) | (sorted_T != jnp.roll(sorted_T, 1)))
+  starts_piece_T = exists_T & (starts_run_T | (place_T % _PIECE == 0))
+  most_runs = min(num_tokens, num_rows)
+  most_pieces = min(num_tokens, most_runs + num_tokens // _PIECE + 1)
+  piece_T = jnp.cumsum(starts_piece_T, dtype=jnp.int32) - 1
 
-  # The row of each run, and for what is none a place of its own past the end of the table.
-  nowhere_T = num_rows + jnp.arange(num_tokens, dtype=jnp.int32)
-  row_T = nowhere_T.at[jnp.where(exists_T, run_T, num_tokens)].set(sorted_T, mode="drop")
-  read = functools.partial(_rows, row_T=row_T)
-  m_T = read(m_V) + jnp.mean(g_TD * g_TD, axis=1)
-  rows_TD = read(table_VD).astype(jnp.float32) - learning_rate * g_TD / (jnp.sqrt(m_T) + eps)[:, None]
+  nowhere_R = num_rows + jnp.arange(most_runs, dtype=jnp.int32)  # places of their own past the end of the table
+  row_R = _taken(sorted_T, starts_run_T, nowhere_R)
+  of_pieces = _taken(place_T, starts_piece_T, jnp.full((most_pieces + 1,), jnp.sum(exists_T, dtype=jnp.int32)))
+  of_runs = _taken(piece_T, starts_run_T, jnp.full((most_runs + 1,), jnp.sum(starts_piece_T, dtype=jnp.int32)))
+
+  scale_T = _scales(weights, offsets, bag_T, mode)
+  scale_T = None if scale_T is None else scale_T[order_T]
+  pieces_PD = bag(d_out_BD, bag_T[order_T], of_pieces, scale_T, implementation=implementation)
+  g_RD = bag(pieces_PD, jnp.arange(most_pieces, dtype=jnp.int32), of_runs, implementation=implementation)
+
+  m_R = _rows(m_V, row_R) + jnp.mean(g_RD * g_RD, axis=1)
+  rows_RD = _rows(table_VD, row_R).astype(jnp.float32) - learning_rate * g_RD / (jnp.sqrt(m_R) + eps)[:, None]
   return (
-    table_VD.at[row_T].set(rows_TD.astype(table_VD.dtype), mode="drop", unique_indices=True),
-    m_V.at[row_T].set(m_T, mode="drop", unique_indices=True),
+    table_VD.at[row_R].set(rows_RD.astype(table_VD.dtype), mode="drop", unique_indices=True),
+    m_V.at[row_R].set(m_R, mode="drop", unique_indices=True),
   )
 
 
-def _rows(array: jax.Array, row_T: jax.Array) -> jax.Array:
-  return array.at[row_T].get(mode="fill", fill_value=0, unique_indices=True)
+def _taken(values_T: jax.Array, chosen_T: jax.Array, rest: jax.Array) -> jax.Array:
+  """The chosen values in their order, then what `rest` has at the places that are left."""
+  number_T = jnp.cumsum(chosen_T, dtype=jnp.int32) - 1
+  # Places past the end differ as well, so that XLA need not sort the writes to know their order.
+  at_T = jnp.where(chosen_T, number_T, len(rest) + jnp.arange(len(values_T), dtype=jnp.int32))
+  return rest.at[at_T].set(values_T, mode="drop", unique_indices=True)
+
+
+def _scales(weights: jax.Array | None, offsets: jax.Array, bag_T: jax.Array, mode: Mode) -> jax.Array | None:
+  """f32[T], what each token's d_out is multiplied by; None: by 1."""
+  if mode == "sum":
+    return weights
+  scale_T = 1 / divisor_B(offsets, mode).at[bag_T].get(mode="fill", fill_value=1)
+  return scale_T if weights is None else scale_T * weights
+
+
+def _rows(array: jax.Array, row_R: jax.Array) -> jax.Array:
+  return array.at[row_R].get(mode="fill", fill_value=0, unique_indices=True)
 
 
 def _check(op: str, table_VD, m_V, ids, offsets, weights, d_out_BD, eps, mode) -> None:

@@ -42,7 +42,9 @@ def weights_gradient_T(
 def place_tokens(ids_T: jax.Array, offsets: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
   """Returns the bag of each token (B for padding), and whether the token stands for a row of the table."""
   # Among equal offsets (empty bags) side="right" passes all: the token belongs to the last bag that starts there.
-  bag_T = jnp.searchsorted(offsets, jnp.arange(ids_T.shape[0], dtype=jnp.int32), side="right").astype(jnp.int32) - 1
+  # Unrolled: each turn of a loop would cost a GPU a launch or two.
+  token_T = jnp.arange(ids_T.shape[0], dtype=jnp.int32)
+  bag_T = jnp.searchsorted(offsets, token_T, side="right", method="scan_unrolled").astype(jnp.int32) - 1
   return bag_T, (bag_T < offsets.shape[0] - 1) & (ids_T >= 0) & (ids_T < num_rows)
 
 

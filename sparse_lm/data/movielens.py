@@ -11,38 +11,20 @@ column one with several values, a float column a number; an empty token is no va
 The data are GroupLens's (Harper and Konstan, 2015): for research, to be cited, not to be passed on without permission.
 """
 
-import array
-import csv
-import functools
 import hashlib
-import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
-import numpy as np
-
+from sparse_lm.data import delimited
 from sparse_lm.data.cache import DamagedError, load_or_build
-from sparse_lm.data.interactions import Categories, Entities, Interactions
+from sparse_lm.data.delimited import Column, Field, Table
+from sparse_lm.data.interactions import Entities, Interactions
 from sparse_lm.data.progress import Report
 from sparse_lm.errors import UserError
 
 _RATINGS = "a file NAME.inter, ratings.dat or ratings.csv"
-
-
-class _Column(NamedTuple):
-  name: str
-  kind: str  # token, token_seq or float
-  separator: str = " "  # of the values in a token_seq
-
-
-class _Table(NamedTuple):
-  file: Path
-  columns: list[_Column]
-  rows: Iterator[tuple[int, list[str]]]  # number of the line, its fields
 
 
 def read(path: Path, report: Report) -> Interactions:
@@ -54,8 +36,8 @@ def read(path: Path, report: Report) -> Interactions:
     open_table, user_file, item_file = _open_dat, file.with_name("users.dat"), file.with_name("movies.dat")
   else:
     open_table, user_file, item_file = _open_csv, None, file.with_name("movies.csv")
-  users = _read_entities(user_file, open_table, "user_id", report)
-  items = _read_entities(item_file, open_table, "item_id", report)
+  users = delimited.read_entities(user_file, open_table, "user_id", report)
+  items = delimited.read_entities(item_file, open_table, "item_id", report)
   return _read_interactions(open_table(file), users, items)
 
 
@@ -76,28 +58,11 @@ def _ratings_file(path: Path) -> Path:
   return found[0]
 
 
-# Tables of text -------------------------------------------------------------------------------------------------------
+# The three forms ------------------------------------------------------------------------------------------------------
 
 
-def _lines(file: Path, encoding: str) -> Iterator[tuple[int, str]]:
-  """Yields (number from 1, text without its end) of the lines that are not blank."""
-  try:
-    with file.open("rb") as lines:
-      for number, raw in enumerate(lines, start=1):
-        try:
-          line = raw.decode(encoding).rstrip("\r\n")
-        except UnicodeDecodeError as error:
-          found = f"byte {error.start + 1} is 0x{raw[error.start]:02x} ({error.reason})"
-          raise UserError(f"{file}: line {number}: must be {encoding} text, but {found}") from error
-        line = line.removeprefix("\ufeff") if number == 1 else line
-        if line:
-          yield number, line
-  except OSError as error:
-    raise UserError(f"{file}: cannot be read ({error.strerror})") from error
-
-
-def _open_atomic(file: Path) -> _Table:
-  lines = _lines(file, "utf-8")
+def _open_atomic(file: Path) -> Table:
+  lines = delimited.lines(file, "utf-8")
   columns = []
   for number, text in enumerate(next(lines, (1, ""))[1].split("\t"), start=1):
     name, _, kind = text.partition(":")
@@ -105,182 +70,48 @@ def _open_atomic(file: Path) -> _Table:
       raise UserError(
         f"{file}: line 1: column {number}: found {text!r}; a header is name:token, name:token_seq or name:float"
       )
-    columns.append(_Column(name, kind))
-  return _Table(file, columns, ((number, line.split("\t")) for number, line in lines))
+    columns.append(Column(name, kind))
+  return Table(file, columns, ((number, line.split("\t")) for number, line in lines))
 
 
-_RATING_COLUMNS = [_Column("user_id", "token"), _Column("item_id", "token"), _Column("rating", "float")]
-_RATING_COLUMNS += [_Column("timestamp", "float")]
-_MOVIE_COLUMNS = [_Column("item_id", "token"), _Column("title", "token_seq"), _Column("genres", "token_seq", "|")]
-_DAT_USER_COLUMNS = [_Column(name, "token") for name in ("user_id", "gender", "age", "occupation", "zip_code")]
+_RATING_COLUMNS = [Column("user_id", "token"), Column("item_id", "token"), Column("rating", "float")]
+_RATING_COLUMNS += [Column("timestamp", "float")]
+_MOVIE_COLUMNS = [Column("item_id", "token"), Column("title", "token_seq"), Column("genres", "token_seq", "|")]
+_DAT_USER_COLUMNS = [Column(name, "token") for name in ("user_id", "gender", "age", "occupation", "zip_code")]
 _CSV_HEADERS = {"ratings.csv": "userId,movieId,rating,timestamp", "movies.csv": "movieId,title,genres"}
 
 
-def _open_dat(file: Path) -> _Table:
+def _open_dat(file: Path) -> Table:
   columns = {"ratings.dat": _RATING_COLUMNS, "users.dat": _DAT_USER_COLUMNS, "movies.dat": _MOVIE_COLUMNS}[file.name]
-  return _Table(file, columns, ((number, line.split("::")) for number, line in _lines(file, "latin-1")))
+  return Table(file, columns, ((number, line.split("::")) for number, line in delimited.lines(file, "latin-1")))
 
 
-def _open_csv(file: Path) -> _Table:
-  lines = _lines(file, "utf-8")
+def _open_csv(file: Path) -> Table:
+  lines = delimited.lines(file, "utf-8")
   header = next(lines, (1, ""))[1]
   if header != _CSV_HEADERS[file.name]:
     raise UserError(f"{file}: line 1: found the header {header!r}; it must be {_CSV_HEADERS[file.name]!r}")
   columns = _RATING_COLUMNS if file.name == "ratings.csv" else _MOVIE_COLUMNS
-  # Titles may hold commas, and are quoted then; no field of MovieLens goes over several lines.
-  split = lambda line: next(csv.reader([line])) if '"' in line else line.split(",")
-  return _Table(file, columns, ((number, split(line)) for number, line in lines))
+  return Table(file, columns, ((number, delimited.split_csv(line)) for number, line in lines))
 
 
-def _checked_rows(table: _Table) -> Iterator[tuple[int, list[str]]]:
-  for number, fields in table.rows:
-    if len(fields) != len(table.columns):
-      names = ", ".join(column.name for column in table.columns)
-      raise UserError(
-        f"{table.file}: line {number}: found {len(fields)} columns; there must be {len(table.columns)}: {names}"
-      )
-    yield number, fields
+_EVENT_KINDS = {"user_id": "token", "item_id": "token", "timestamp": "float", "rating": "float"}
 
 
-def _place(table: _Table, name: str, kind: str) -> int:
-  """Where a column that has to be there lies."""
-  wanted = _Column(name, kind)
-  if wanted not in table.columns:
-    found = ", ".join(f"{column.name}:{column.kind}" for column in table.columns)
-    raise UserError(f"{table.file}: line 1: found the columns {found}; {name}:{kind} must be one of them")
-  return table.columns.index(wanted)
-
-
-def _refusal(table: _Table, line: int, place: int, found: str, allowed: str) -> UserError:
-  return UserError(
-    f"{table.file}: line {line}: column {place + 1} ({table.columns[place].name}): found {found!r}; {allowed}"
-  )
-
-
-# Fields ---------------------------------------------------------------------------------------------------------------
-
-_FLOAT32_MAX = float(np.finfo(np.float32).max)
-_SECONDS = re.compile(r"[+-]?\d+(\.0*)?", re.ASCII)  # RecBole calls it a float
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
-
-
-@functools.lru_cache(1 << 10)  # there are ten ratings, and millions of fields with one
-def _number(text: str) -> float:
-  if not _NUMBER.fullmatch(text) or abs(value := float(text)) > _FLOAT32_MAX:
-    raise ValueError
-  return value
-
-
-def _seconds(text: str) -> int:
-  if not _SECONDS.fullmatch(text) or not -(1 << 63) <= (value := int(text.partition(".")[0])) < 1 << 63:
-    raise ValueError
-  return value
-
-
-class _Ids(dict[str, int]):
-  """Numbers names from 0, in the order in which they are first asked for."""
-
-  def __missing__(self, name: str) -> int:
-    self[name] = number = len(self)
-    return number
-
-
-class _Values:
-  """A column as it is read: a number, or names and their ids, a line."""
-
-  def __init__(self, column: _Column):
-    self.column = column
-    self.numbers, self.ids, self.offsets = array.array("f"), array.array("i"), array.array("i", [0])
-    self.vocabulary = _Ids()
-
-  def append(self, text: str) -> None:
-    if self.column.kind == "float":
-      self.numbers.append(_number(text))
-      return
-    values = text.split(self.column.separator) if self.column.kind == "token_seq" else [text]
-    self.ids.extend(self.vocabulary[value] for value in values if value)
-    self.offsets.append(len(self.ids))
-
-  @property
-  def categories(self) -> Categories:
-    return Categories(np.array(self.ids), np.array(self.offsets), len(self.vocabulary))
-
-
-# Users, items, interactions -------------------------------------------------------------------------------------------
-
-
-def _read_entities(
-  file: Path | None, open_table: Callable[[Path], _Table], key: str, report: Report
-) -> Entities | None:
-  """None: nothing is known of them but their names in the interactions."""
-  if file is None:
-    return None
-  if not file.exists():
-    report(f"data: there is no {file}: the {key} is all that is known of a {key.removesuffix('_id')}")
-    return None
-  table = open_table(file)
-  place = _place(table, key, "token")
-  lines: dict[str, int] = {}
-  features = {k: _Values(column) for k, column in enumerate(table.columns) if k != place}
-  for line, fields in _checked_rows(table):
-    name = fields[place]
-    if not name or name in lines:
-      allowed = f"it is that of line {lines[name]} too" if name else "a name is required"
-      raise _refusal(table, line, place, name, allowed)
-    lines[name] = line
-    for k, values in features.items():
-      try:
-        values.append(fields[k])
-      except ValueError:
-        raise _refusal(table, line, k, fields[k], "it must be a finite number") from None
-  return Entities(
-    names=list(lines),
-    numeric={v.column.name: np.array(v.numbers) for v in features.values() if v.column.kind == "float"},
-    categorical={v.column.name: v.categories for v in features.values() if v.column.kind != "float"},
-  )
-
-
-def _read_interactions(table: _Table, users: Entities | None, items: Entities | None) -> Interactions:
-  user, item = _place(table, "user_id", "token"), _place(table, "item_id", "token")
-  time = _place(table, "timestamp", "float")
-  rating = _place(table, "rating", "float") if any(column.name == "rating" for column in table.columns) else None
-  if unknown := [column.name for k, column in enumerate(table.columns) if k not in (user, item, time, rating)]:
+def _read_interactions(table: Table, users: Entities | None, items: Entities | None) -> Interactions:
+  names = [column.name for column in table.columns]
+  for name, kind in _EVENT_KINDS.items():
+    if name in names or name != "rating":
+      delimited.require(table, name, kind)
+  if unknown := [name for k, name in enumerate(names) if name not in _EVENT_KINDS or name in names[:k]]:
     raise UserError(
       f"{table.file}: line 1: found a column {unknown[0]}; the columns of interactions are user_id, item_id, timestamp"
       " and, if there is one, rating"
     )
-  user_ids, item_ids = _numbering(users), _numbering(items)
-  user_N, item_N, time_N, label_N = array.array("i"), array.array("i"), array.array("q"), array.array("f")
-  for line, fields in _checked_rows(table):
-    for place, ids, column_N in ((user, user_ids, user_N), (item, item_ids, item_N)):
-      try:
-        column_N.append(ids[fields[place]])
-      except KeyError:
-        known = f"it must be one of the {len(ids)} in the file of {table.columns[place].name.removesuffix('_id')}s"
-        raise _refusal(table, line, place, fields[place], known) from None
-    try:
-      time_N.append(_seconds(fields[time]))
-    except ValueError:
-      raise _refusal(table, line, time, fields[time], "it must be whole seconds that fit 64 bits") from None
-    if rating is not None:
-      try:
-        label_N.append(_number(fields[rating]))
-      except ValueError:
-        raise _refusal(table, line, rating, fields[rating], "it must be a finite number") from None
-  if not user_N:
-    raise UserError(f"{table.file}: holds no interactions")
-  return Interactions(
-    user_N=np.array(user_N),
-    item_N=np.array(item_N),
-    time_N=np.array(time_N),
-    label_N=np.array(label_N) if rating is not None else None,
-    users=users or Entities(list(user_ids)),
-    items=items or Entities(list(item_ids)),
-  )
-
-
-def _numbering(entities: Entities | None) -> dict[str, int]:
-  return _Ids() if entities is None else {name: row for row, name in enumerate(entities.names)}
+  time = Field("timestamp", delimited.whole_number, "it must be whole seconds that fit 64 bits")
+  rating = Field("rating", delimited.number, "it must be a finite number") if "rating" in names else None
+  events = delimited.read_events([table], users, items, user="user_id", item="item_id", time=time, label=rating)
+  return Interactions(**events._asdict())
 
 
 # ML-100K from the package index ---------------------------------------------------------------------------------------

@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sparse_lm.data import movielens, synthetic_interactions
+from sparse_lm.data import kuairand, movielens, synthetic_interactions
 from sparse_lm.data.cache import cache_root
 from sparse_lm.data.interactions import Interactions, split_by_time, split_by_user_time
 from sparse_lm.data.progress import Report
 from sparse_lm.data.samples import Samples, samples
 from sparse_lm.errors import UserError
-from sparse_lm.recsys_config import MODELS_WITH_HISTORY, RecsysConfig
+from sparse_lm.recsys_config import KUAIRAND_LABELS, MODELS_WITH_HISTORY, InteractionsConfig, RecsysConfig
 
-_SYNTHETIC_POSITIVE = 1.0  # a click
+_BINARY_POSITIVE = 1.0  # of labels that are 0 or 1
 
 
 class Parts(NamedTuple):
@@ -36,13 +36,10 @@ def open_samples(config: RecsysConfig, report: Report) -> Parts:
   """
   data = config.data
   log, logit_N = _read(config, report)
-  split = {"time": split_by_time, "user_time": split_by_user_time}[data.split]
-  held_out = data.validation_fraction, data.test_fraction
-  numbers = split(log, (1 - sum(held_out), *held_out))
-  longest = data.longest if config.model.kind in MODELS_WITH_HISTORY else 0  # what no model reads is not packed
-  positive_from = _SYNTHETIC_POSITIVE if data.source == "synthetic" else data.positive_from
+  numbers = split_events(log, data)
+  positive_from = _BINARY_POSITIVE if data.source in ("synthetic", "kuairand") else data.positive_from
   train, validation, test = samples(
-    log, numbers, positive_from=positive_from, longest=longest, batch_size=config.training.batch_size
+    log, numbers, positive_from=positive_from, longest=history_length(config), batch_size=config.training.batch_size
   )
   parts = {"training": train, "validation": validation, "test": test}
   counts = ", ".join(f"{len(part):,} {name}" for name, part in parts.items())
@@ -50,10 +47,22 @@ def open_samples(config: RecsysConfig, report: Report) -> Parts:
   for name, part in parts.items():
     if len(part) and len(np.unique(part.labels[part.events_N])) < 2:
       only = f"all {len(part):,} {name} events are of one label (positive from {positive_from:g})"
-      raise UserError(f"data: {only}; change data.positive_from or the split")
+      raise UserError(f"data: {only}; change data.positive_from, data.label or the split")
   if not len(train):
     raise UserError("data: there are no events to train on; give more, or lower the fractions that are held out")
   return Parts(train, validation, test, logit_N)
+
+
+def split_events(log: Interactions, data: InteractionsConfig) -> list[np.ndarray]:
+  """Numbers of the events of training, validation and test."""
+  split = {"time": split_by_time, "user_time": split_by_user_time}[data.split]
+  held_out = data.validation_fraction, data.test_fraction
+  return split(log, (1 - sum(held_out), *held_out))
+
+
+def history_length(config: RecsysConfig) -> int:
+  """Events at most; what no model reads is not packed."""
+  return config.data.longest if config.model.kind in MODELS_WITH_HISTORY else 0
 
 
 def _read(config: RecsysConfig, report: Report) -> tuple[Interactions, np.ndarray | None]:
@@ -64,8 +73,9 @@ def _read(config: RecsysConfig, report: Report) -> tuple[Interactions, np.ndarra
       num_users=data.synthetic_users, num_items=data.synthetic_items, seed=data.synthetic_seed
     )
     return drawn.log, drawn.logit_N
+  folder = Path(data.path or "").expanduser()
+  if data.source == "kuairand":
+    return kuairand.read(folder, KUAIRAND_LABELS[0] if data.label is None else data.label, report), None
   if data.source == "movielens_100k":
     folder = movielens.fetch_100k(cache_root(data), report)
-  else:
-    folder = Path(data.path or "").expanduser()
   return movielens.read(folder, report), None

@@ -35,6 +35,13 @@ class History(NamedTuple):
   offsets: np.ndarray  # i32[B + 1]
 
 
+class Teaching(NamedTuple):
+  """What another model, the teacher, says of samples."""
+
+  logit_B: np.ndarray  # f32
+  fresh_B: np.ndarray  # f32, 1 for a sample that the teacher was not trained on, else 0
+
+
 class Batch(NamedTuple):
   """A pytree; a sample of weight 0 fills up."""
 
@@ -43,6 +50,7 @@ class Batch(NamedTuple):
   history: History
   label_B: np.ndarray  # f32, 0 or 1
   weight_B: np.ndarray  # f32
+  teaching: Teaching | None  # of a teacher, where there is one
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,6 +64,7 @@ class Samples:
   num_actions: int
   batch_size: int
   longest: int  # history
+  teaching: Teaching | None = None  # of all samples
 
   def __len__(self) -> int:
     return len(self.events_N)
@@ -103,6 +112,7 @@ class Samples:
       history=self._history(events_B),
       label_B=fill(self.labels[events_B]),
       weight_B=weight_B,
+      teaching=None if self.teaching is None else Teaching(*(fill(values[numbers_B]) for values in self.teaching)),
     )
 
   def padding(self, capacity: int) -> Batch:

@@ -15,7 +15,7 @@ from flax import nnx
 
 from sparse_lm.models.features import FeatureTokens, Inputs, LogitHead
 from sparse_lm.models.mlp import MLP
-from sparse_lm.models.packed import clear_padding, places
+from sparse_lm.models.packed import clear_padding, spread, total
 from sparse_lm.precision.recipes import Recipe
 from sparse_lm.recsys_config import RecommenderConfig
 
@@ -31,11 +31,10 @@ class Din(nnx.Module):
 
   def __call__(self, inputs: Inputs) -> jax.Array:
     """logit_B."""
-    s_TD = clear_padding(inputs.history_TD, inputs.offsets)
-    row_T, _ = places(inputs.offsets, len(s_TD))
-    item_TD = inputs.item_BD.at[row_T].get(mode="fill", fill_value=0)  # padding has row B, which is none
+    (stream,) = inputs.streams
+    s_TD = clear_padding(stream.events_TD, stream.offsets)
+    item_TD = spread(inputs.item_BD, stream.offsets, len(s_TD))
     weight_T1 = self.activation_unit(jnp.concatenate([s_TD, s_TD * item_TD, item_TD], axis=1))
-    samples = len(inputs.item_BD)
-    interest_BD = jax.ops.segment_sum(weight_T1 * s_TD, row_T, samples, indices_are_sorted=True)
+    interest_BD = total(weight_T1 * s_TD, stream.offsets)
     x_BND = self.tokens(inputs)
-    return self.head(jnp.concatenate([x_BND.reshape(samples, -1), interest_BD], axis=1))
+    return self.head(jnp.concatenate([x_BND.reshape(len(x_BND), -1), interest_BD], axis=1))

@@ -31,15 +31,21 @@ class Lookup(NamedTuple):
   offsets: jax.Array
 
 
+class Stream(NamedTuple):
+  """Events of the samples' users, newest last, packed."""
+
+  events_TD: jax.Array  # item and action of each event, added
+  age_T: jax.Array  # f32, seconds from an event to the one that is predicted
+  offsets: jax.Array  # i32[B + 1]
+
+
 class Inputs(NamedTuple):
-  """What a model gets, in the compute dtype."""
+  """What a model gets, in the compute dtype, as wide as the tables' rows."""
 
   tokens_BFD: jax.Array  # one for each feature of user and item
-  item_BD: jax.Array  # the one among them that the history's events are compared with
+  item_BD: jax.Array  # the one among them that events are compared with
   numeric_BN: jax.Array
-  history_TD: jax.Array  # item and action of each event, added
-  age_T: jax.Array  # f32, seconds from an event to the one that is predicted
-  offsets: jax.Array  # i32[B + 1], of the histories
+  streams: tuple[Stream, ...]
 
 
 def lookups(batch: Batch) -> dict[str, Lookup]:
@@ -71,23 +77,41 @@ def front_end(tables: Tables, sinks: Sinks, batch: Batch, recipe: Recipe) -> Inp
     tokens_BFD=jnp.stack([found[feature] for feature in sorted(batch.bags)], axis=1),
     item_BD=found["item"],
     numeric_BN=jnp.asarray(batch.numeric_BN, recipe.compute_dtype),
-    history_TD=found["history.item"] + found["history.action"],
-    age_T=jnp.asarray(batch.history.age_T),
-    offsets=jnp.asarray(batch.history.offsets),
+    streams=(
+      Stream(
+        events_TD=found["history.item"] + found["history.action"],
+        age_T=jnp.asarray(batch.history.age_T),
+        offsets=jnp.asarray(batch.history.offsets),
+      ),
+    ),
   )
+
+
+def to_width(width_in: int, width_out: int, recipe: Recipe, *, rngs: nnx.Rngs) -> Affine | None:
+  """Between widths that differ; None: there is nothing to do."""
+  return None if width_in == width_out else Affine(width_in, width_out, recipe, rngs=rngs)
 
 
 class FeatureTokens(nnx.Module):
   """The features' tokens, and one more made of the numeric features if there are any."""
 
   def __init__(self, config: RecommenderConfig, features: int, numeric: int, recipe: Recipe, *, rngs: nnx.Rngs):
+    self.widen = to_width(config.table_width, config.width, recipe, rngs=rngs)
     self.of_numeric = Affine(numeric, config.width, recipe, rngs=rngs) if numeric else None
+    self.features = features
     self.number = features + (numeric > 0)
 
   def __call__(self, inputs: Inputs) -> jax.Array:
+    """x_BND, N = `number`."""
+    x_BND = inputs.tokens_BFD if self.widen is None else self.widen(inputs.tokens_BFD)
     if self.of_numeric is None:
-      return inputs.tokens_BFD
-    return jnp.concatenate([inputs.tokens_BFD, self.of_numeric(inputs.numeric_BN)[:, None, :]], axis=1)
+      return x_BND
+    return jnp.concatenate([x_BND, self.of_numeric(inputs.numeric_BN)[:, None, :]], axis=1)
+
+  def flops(self) -> int:
+    """Of a sample: 2 F D E to widen rows of E, and 2 N D for the numeric features."""
+    widened = 0 if self.widen is None else self.features * self.widen.flops()
+    return widened + (0 if self.of_numeric is None else self.of_numeric.flops())
 
 
 class LogitHead(nnx.Module):
@@ -99,10 +123,18 @@ class LogitHead(nnx.Module):
   def __call__(self, x_BD: jax.Array) -> jax.Array:
     return self.mlp(x_BD)[:, 0].astype(jnp.float32)
 
+  def flops(self) -> int:
+    """Of a sample: those of the MLP."""
+    return self.mlp.flops()
+
 
 def wukong_config(config: RecommenderConfig, num_layers: int) -> WukongConfig:
   """Layers that put out `config.tokens` tokens, half of them by the factorisation machine."""
   half = config.tokens // 2
   return WukongConfig(
-    rank=config.rank, hidden=(config.mlp_width,), num_layers=num_layers, fmb_tokens=half, lcb_tokens=half
+    rank=config.rank,
+    hidden=(config.mlp_width,) * config.mlp_layers,
+    num_layers=num_layers,
+    fmb_tokens=half,
+    lcb_tokens=half,
   )

@@ -34,11 +34,17 @@ class TokenSummary(nnx.Module):
   def __init__(self, width: int, recipe: Recipe, *, tokens: int, summary_tokens: int, rngs: nnx.Rngs):
     self.mix_MN = normal_weight((summary_tokens, tokens), tokens, rngs=rngs)
     self.gate = Gate(width, (), "silu", recipe, rngs=rngs)
+    self.width = width
     self.recipe = recipe
 
   def __call__(self, x_BND: jax.Array) -> jax.Array:
     """x_sum_BMD."""
     return self.gate(linear("BND,MN->BMD", x_BND, self.mix_MN[...], self.recipe))
+
+  def flops(self) -> int:
+    """2 M N D, and the gate, of a sample."""
+    summary_tokens, tokens = self.mix_MN.shape
+    return 2 * summary_tokens * tokens * self.width + self.gate.flops(tokens=summary_tokens)
 
 
 class SequenceSummary(nnx.Module):

@@ -5,8 +5,12 @@ Row b is tokens offsets[b] <= t < offsets[b + 1]. Tokens from offsets[-1] on are
 Dimension key: T packed tokens of all rows, B rows, D width, N tokens that stand before each row.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
+
+from pallas_kernels import embedding
 
 
 def clear_padding(x_TD: jax.Array, offsets: jax.Array) -> jax.Array:
@@ -23,8 +27,36 @@ def clear_padding(x_TD: jax.Array, offsets: jax.Array) -> jax.Array:
 def places(offsets: jax.Array, num_tokens: int) -> tuple[jax.Array, jax.Array]:
   """i32[T] twice: the row of every token, B for padding, and its position from the start of the row."""
   token_T = jnp.arange(num_tokens, dtype=jnp.int32)
-  row_T = jnp.searchsorted(offsets, token_T, side="right").astype(jnp.int32) - 1
+  # Unrolled: each turn of a loop would cost a GPU a launch or two.
+  row_T = jnp.searchsorted(offsets, token_T, side="right", method="scan_unrolled").astype(jnp.int32) - 1
   return row_T, token_T - offsets[row_T]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def spread(x_BD: jax.Array, offsets: jax.Array, num_tokens: int) -> jax.Array:
+  """[T, D]: the vector of each token's row; zeros for padding."""
+  if len(x_BD) == 0:  # jnp refuses to index an empty axis, even to fill
+    return jnp.zeros((num_tokens, x_BD.shape[1]), x_BD.dtype)
+  row_T, _ = places(offsets, num_tokens)
+  return x_BD.at[row_T].get(mode="fill", fill_value=0)  # padding has row B, which is none
+
+
+@jax.custom_vjp
+def total(x_TD: jax.Array, offsets: jax.Array) -> jax.Array:
+  """[B, D]: the sum of each row's tokens, in float32 and rounded once."""
+  # A bag of its own tokens: XLA would sort all T * D numbers before it adds them in a fixed order.
+  return embedding.bag(x_TD, jnp.arange(len(x_TD), dtype=jnp.int32), offsets)
+
+
+# Each is the other's derivative.
+spread.defvjp(
+  lambda x_BD, offsets, num_tokens: (spread(x_BD, offsets, num_tokens), offsets),
+  lambda num_tokens, offsets, d_TD: (total(d_TD, offsets), None),
+)
+total.defvjp(
+  lambda x_TD, offsets: (total(x_TD, offsets), (offsets, len(x_TD))),
+  lambda kept, d_BD: (spread(d_BD, *kept), None),
+)
 
 
 def first_tokens(x_TD: jax.Array, offsets: jax.Array, number: int) -> jax.Array:

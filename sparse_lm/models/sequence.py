@@ -5,7 +5,8 @@ S <- S + pffn(S, X_sum), then S <- S + attention(norm(S))   (Kunlun, arXiv 2602.
 Of the paper we know what others report (its text was not to be had): where that leaves a choice, we say so.
 
 Dimension key: T packed tokens of all rows, B rows, D width, H heads, K head width, P = K / 2 pairs of features,
-M summary tokens of the other features, F tokens generated from them. `offsets` is i32[B + 1]; see `packed`.
+M summary tokens of the other features and E their width, F tokens generated from them. `offsets` is i32[B + 1]; see
+`packed`.
 
 A `schedule` made once for a batch (by the module's `make_schedule`) serves all layers that are alike.
 """
@@ -154,20 +155,25 @@ class PersonalisedFfn(nnx.Module):
     summary_tokens: int,
     neurons: int,
     tau: float,
+    summary_width: int | None = None,
     activation: str = "gelu",
     implementation: Implementation | None = None,
     rngs: nnx.Rngs,
   ):
-    """`tau` is the longest row's length in the paper; `activation` one of `jagged.ACTIVATIONS`."""
+    """`tau` is the longest row's length in the paper; `activation` one of `jagged.ACTIVATIONS`.
+
+    `summary_width` is that of X_sum, where the tokens have a width of their own; None: the same.
+    """
     if activation not in jagged.ACTIVATIONS:
       raise ValueError(
         f"PersonalisedFfn: activation={activation!r} must be one of {', '.join(jagged.ACTIVATIONS)}; a softmax over"
         " neurons is no feed-forward block"
       )
-    shape_HKD = (num_heads, head_width(width, num_heads), width)
+    summary_width = width if summary_width is None else summary_width
+    shape_HKE = (num_heads, head_width(width, num_heads), summary_width)
     shape_HFM = (num_heads, neurons, summary_tokens)
-    self.w_key_HKD = normal_weight(shape_HKD, width, rngs=rngs)
-    self.w_value_HKD = normal_weight(shape_HKD, width, rngs=rngs)
+    self.w_key_HKE = normal_weight(shape_HKE, summary_width, rngs=rngs)
+    self.w_value_HKE = normal_weight(shape_HKE, summary_width, rngs=rngs)
     self.mix_key_HFM = normal_weight(shape_HFM, summary_tokens, rngs=rngs)
     self.mix_value_HFM = normal_weight(shape_HFM, summary_tokens, rngs=rngs)
     self.recipe = recipe
@@ -176,15 +182,15 @@ class PersonalisedFfn(nnx.Module):
     self.implementation = implementation
 
   def __call__(
-    self, s_TD: jax.Array, x_sum_BMD: jax.Array, offsets: jax.Array, *, schedule: jagged.Schedule | None = None
+    self, s_TD: jax.Array, x_sum_BME: jax.Array, offsets: jax.Array, *, schedule: jagged.Schedule | None = None
   ) -> jax.Array:
     """Tokens [T, D], each changed by the neurons of its row."""
-    heads, width, _ = self.w_key_HKD.shape
+    heads, width, _ = self.w_key_HKE.shape
     s_TD = clear_padding(s_TD, offsets)
     o_THK = jagged.attention(
       s_TD.reshape(-1, heads, width),
-      self._generated(x_sum_BMD, self.w_key_HKD, self.mix_key_HFM),
-      self._generated(x_sum_BMD, self.w_value_HKD, self.mix_value_HFM),
+      self._generated(x_sum_BME, self.w_key_HKE, self.mix_key_HFM),
+      self._generated(x_sum_BME, self.w_value_HKE, self.mix_value_HFM),
       offsets,
       self._neuron_offsets(offsets),
       activation=self.activation,
@@ -194,9 +200,9 @@ class PersonalisedFfn(nnx.Module):
     )
     return s_TD + o_THK.reshape(s_TD.shape)
 
-  def _generated(self, x_sum_BMD: jax.Array, w_HKD: nnx.Param, mix_HFM: nnx.Param) -> jax.Array:
+  def _generated(self, x_sum_BME: jax.Array, w_HKE: nnx.Param, mix_HFM: nnx.Param) -> jax.Array:
     """[B * F, H, K]: the F tokens of each row, packed."""
-    x_BMHK = linear("BMD,HKD->BMHK", x_sum_BMD, w_HKD[...], self.recipe)
+    x_BMHK = linear("BME,HKE->BMHK", x_sum_BME, w_HKE[...], self.recipe)
     x_BFHK = linear("BMHK,HFM->BFHK", x_BMHK, mix_HFM[...], self.recipe)
     return x_BFHK.reshape(-1, *x_BFHK.shape[2:])
 
@@ -211,7 +217,8 @@ class PersonalisedFfn(nnx.Module):
     return jagged.make_schedule(offsets, neuron_offsets, num_queries=num_tokens, num_keys=num_rows * neurons)
 
   def flops(self, lengths: Sequence[int]) -> int:
-    """Of a forward pass: 4 T F D, and for each row 4 M D (D + F) to make its neurons."""
-    (_, _, width), (_, neurons, summary_tokens) = self.w_key_HKD.shape, self.mix_key_HFM.shape
-    of_row = 4 * summary_tokens * width * (width + neurons)
+    """Of a forward pass: 4 T F D, and for each row 4 M D (E + F) to make its neurons."""
+    (heads, of_head, summary_width), (_, neurons, summary_tokens) = self.w_key_HKE.shape, self.mix_key_HFM.shape
+    width = heads * of_head
+    of_row = 4 * summary_tokens * width * (summary_width + neurons)
     return 4 * sum(lengths) * neurons * width + len(lengths) * of_row

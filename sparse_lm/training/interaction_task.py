@@ -21,6 +21,7 @@ FREE_FIELDS = (
   "data.path",
   "data.cache_dir",
   "data.loader",
+  "distillation.teacher",  # a folder, which may move; the teacher in it must stay the same
 )
 
 

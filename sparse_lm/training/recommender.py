@@ -3,6 +3,13 @@
 Weights of the model go by AdamW; embedding tables by row-wise Adagrad, which reads and writes the rows that a batch has
 looked up. The gradient of a table never exists as an array of its size.
 
+A student's logit s learns from the label y and from its teacher's logit z (gem, 2.7):
+
+  loss = CE(s, y) + weight CE(s, sigmoid(z)),   CE(s, p) = -p log sigmoid(s) - (1 - p) log sigmoid(-s)
+
+With an adapter, a = `Adapter`(z, features) takes the place of z. In the same step it learns, by CE(a, y), from those
+samples alone that the teacher was not trained on. Neither loss has a gradient in what the other one trains.
+
 Dimension key: B samples, D width, V rows of a table, T packed ids.
 """
 
@@ -16,38 +23,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 
 from pallas_kernels import embedding
 from sparse_lm.data import training_batches
 from sparse_lm.data.batches import BatchIterator
 from sparse_lm.data.recsys import open_samples
 from sparse_lm.data.samples import Batch, Samples
+from sparse_lm.errors import UserError
 from sparse_lm.evaluation.prediction import PredictionSums, grouped_auc, reliability
-from sparse_lm.models.features import Lookup, Sinks, Tables, front_end, lookups, zero_sinks
-from sparse_lm.models.recommender import make_recommender
+from sparse_lm.models.features import Inputs, Lookup, Sinks, Tables, front_end, lookups, zero_sinks
 from sparse_lm.precision.recipes import RECIPES
 from sparse_lm.recsys_config import RecsysConfig
 from sparse_lm.training import loop
 from sparse_lm.training.adamw import adamw
-from sparse_lm.training.interaction_task import FREE_FIELDS, InteractionTask, fingerprint
+from sparse_lm.training.interaction_task import FREE_FIELDS, InteractionTask
 from sparse_lm.training.progress import Progress
-from sparse_lm.training.state import COMPILE_FAST, COMPILER_OPTIONS, learning_rate
+from sparse_lm.training.recommender_state import AdapterState, RecsysState, dataset_fingerprint, make_init, predict
+from sparse_lm.training.state import COMPILER_OPTIONS, learning_rate
+from sparse_lm.training.teacher import open_teacher, teach
 
 Json = dict[str, Any]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class RecsysState:
-  """A pytree; every leaf is an array on the device."""
-
-  step: jax.Array  # i32[], steps done
-  model: nnx.Module  # float32 master weights
-  optimizer: optax.OptState
-  tables: Tables
-  moments: dict[str, jax.Array]  # f32[V] of each table
-  first_bad_step: jax.Array  # i32[], first step whose loss or gradient was NaN or infinite; -1 while there is none
 
 
 def train(config: RecsysConfig, workdir: Path, *, progress: Progress | None = None) -> Json:
@@ -79,10 +74,18 @@ class RecommenderTask(InteractionTask):
   def __init__(self, config: RecsysConfig, report: Callable[[str], None]):
     super().__init__()
     self.config: RecsysConfig = config
-    self.train, self.validation, self.test, self.logit_N = open_samples(config, report)
+    given = config.distillation.teacher
+    teacher = None if given is None else open_teacher(given)
+    parts = open_samples(config, report)
+    self.train, self.validation, self.test, self.logit_N = parts
     self.units_per_step = config.training.batch_size
     self.validates = len(self.validation) + len(self.test) > 0
-    self.identity = {"dataset": _fingerprint(self.train, self.validation, self.test)}
+    events = [samples.events_N for samples in (self.train, self.validation, self.test)]
+    self.identity = {"dataset": dataset_fingerprint(self.train, events), "teacher": None}
+    if teacher is not None:
+      self.identity["teacher"] = teacher.fingerprint
+      with jax.set_mesh(self.mesh):
+        self.train = dataclasses.replace(self.train, teaching=teach(teacher, config, parts, report))
 
   def training_batches(self) -> BatchIterator:
     config = self.config
@@ -109,19 +112,24 @@ class RecommenderTask(InteractionTask):
     names = {"validation_ne": "NE", "validation_auc": "AUC"}
     return [f"{title} {entry[name]:.4f}" for name, title in names.items() if name in entry]
 
+  def refuse_other_run(self, directory: Path, metadata: Json) -> None:
+    super().refuse_other_run(directory, metadata)
+    before, now = (of.get("teacher") for of in (metadata, self.identity))
+    if before != now:
+      name = lambda fingerprint: "none" if fingerprint is None else fingerprint[:12]
+      raise UserError(
+        f"the checkpoints in {directory.parent} had another teacher (fingerprint {name(before)}, now {name(now)});"
+        " set distillation.teacher back, or give another --workdir"
+      )
+
   def _judge(self, state: RecsysState, samples: Samples) -> Json:
     """Over all samples, or the first `training.eval_batches` batches of them."""
-    training, logits = self.config.training, []
-    number = len(samples)
+    training, number = self.config.training, len(samples)
     if training.eval_batches is not None:
       number = min(number, training.eval_batches * samples.batch_size)
-    for first in range(0, number, samples.batch_size):
-      numbers_B = np.arange(first, min(first + samples.batch_size, number))
-      batch = self.place(samples.gather(numbers_B))
-      logit_B = _predict(state.model, state.tables, batch, recipe=self.config.precision.recipe)
-      logits.append(np.asarray(logit_B)[: len(numbers_B)])
+    logits_N = predict(state.model, state.tables, samples, number, recipe=self.config.precision.recipe)
     events_N = samples.events_N[:number]
-    logits_N, labels_N = np.concatenate(logits), samples.labels[events_N]
+    labels_N = samples.labels[events_N]
     if not np.isfinite(logits_N).all():
       return {"loss": float("nan")}  # for which the loop stops
     sums = PredictionSums.of(logits_N, labels_N)
@@ -148,53 +156,35 @@ class _Steps:
     return self._by_capacity[max(self._by_capacity)].memory_analysis()
 
 
-def make_init(config: RecsysConfig, samples: Samples) -> jax.stages.Wrapped:
-  """Returns the jitted maker of a fresh state; its values depend on the seed and on the sizes of tables alone."""
-  sizes = samples.table_sizes
-  features = len(sizes) - 1  # the actions are no feature
-
-  def init() -> RecsysState:
-    model_key, table_key = jax.random.split(jax.random.key(config.seed))
-    model = make_recommender(
-      config.model,
-      features=features,
-      numeric=samples.num_numeric,
-      longest=config.data.longest,
-      recipe=RECIPES[config.precision.recipe],
-      rngs=nnx.Rngs(model_key),
-    )
-    keys = dict(zip(sorted(sizes), jax.random.split(table_key, len(sizes)), strict=True))
-    draw = lambda name, rows: config.tables.init_std * jax.random.normal(keys[name], (rows, config.model.width))
-    return RecsysState(
-      step=jnp.int32(0),
-      model=model,
-      optimizer=adamw(config.training).init(model),
-      tables={name: draw(name, rows) for name, rows in sizes.items()},
-      moments={name: jnp.zeros((rows,), jnp.float32) for name, rows in sizes.items()},
-      first_bad_step=jnp.int32(-1),
-    )
-
-  return jax.jit(init, compiler_options=COMPILE_FAST)
-
-
 def make_train_step(config: RecsysConfig) -> jax.stages.Wrapped:
   """Returns the jitted `step(state, batch) -> (state, metrics)`, which consumes the state."""
   optimizer, schedule = adamw(config.training), learning_rate(config.training)
-  recipe, tables_config = RECIPES[config.precision.recipe], config.tables
+  recipe, tables_config, weight = RECIPES[config.precision.recipe], config.tables, config.distillation.weight
 
   def step(state: RecsysState, batch: Batch) -> tuple[RecsysState, Json]:
-    def loss(model, sinks):
-      return cross_entropy(model(front_end(state.tables, sinks, batch, recipe)), batch)
+    sinks = zero_sinks(batch, config.model.table_width)
+    adapter, adapter_metrics = state.adapter, dict[str, jax.Array]()
+    teacher_B = None if batch.teaching is None else jnp.asarray(batch.teaching.logit_B)
+    if adapter is not None:
+      inputs = front_end(state.tables, sinks, batch, recipe)
+      adapter, teacher_B, adapter_metrics = fit_adapter(adapter, inputs, batch, optimizer)
 
-    sinks = zero_sinks(batch, config.model.width)
-    value, (grads, d_sinks) = jax.value_and_grad(loss, argnums=(0, 1))(state.model, sinks)
+    def loss(model, sinks):
+      logit_B = model(front_end(state.tables, sinks, batch, recipe))
+      by_label = cross_entropy(logit_B, batch.label_B, batch.weight_B)
+      if teacher_B is None or weight == 0:
+        return by_label, {}
+      by_teacher = cross_entropy(logit_B, jax.nn.sigmoid(teacher_B), batch.weight_B)
+      return by_label + weight * by_teacher, {"label_loss": by_label, "teacher_loss": by_teacher}
+
+    (value, terms), (grads, d_sinks) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(state.model, sinks)
     updates, optimizer_state = optimizer.update(grads, state.optimizer, state.model)
     rate = tables_config.learning_rate * schedule(state.step) / config.training.learning_rate
     tables, moments = update_tables(
       state.tables, state.moments, lookups(batch), d_sinks, learning_rate=rate, eps=tables_config.epsilon
     )
     grad_norm = optax.tree.norm((grads, d_sinks))
-    finite = jnp.isfinite(value) & jnp.isfinite(grad_norm)
+    finite = jnp.isfinite(jnp.stack([value, grad_norm, *adapter_metrics.values()])).all()
     first_bad_step = jnp.where((state.first_bad_step < 0) & ~finite, state.step + 1, state.first_bad_step)
     new = RecsysState(
       step=state.step + 1,
@@ -202,20 +192,41 @@ def make_train_step(config: RecsysConfig) -> jax.stages.Wrapped:
       optimizer=optimizer_state,
       tables=tables,
       moments=moments,
+      adapter=adapter,
       first_bad_step=first_bad_step,
     )
     metrics = {"loss": value, "grad_norm": grad_norm, "learning_rate": schedule(state.step)}
-    return new, metrics | {"first_bad_step": first_bad_step}
+    return new, metrics | terms | adapter_metrics | {"first_bad_step": first_bad_step}
 
   return jax.jit(step, donate_argnums=0, compiler_options=COMPILER_OPTIONS)
 
 
-def cross_entropy(logit_B: jax.Array, batch: Batch) -> jax.Array:
-  """Mean over samples of -log p(label), in nats; 0 for none. A sample of weight 0 reaches neither it nor a gradient."""
-  counts_B = batch.weight_B > 0
-  loss_B = optax.sigmoid_binary_cross_entropy(jnp.where(counts_B, logit_B, 0), batch.label_B)
-  total = jnp.sum(jnp.where(counts_B, batch.weight_B * loss_B, 0))
-  return total / jnp.maximum(jnp.sum(batch.weight_B), 1)
+def fit_adapter(
+  adapter: AdapterState, inputs: Inputs, batch: Batch, optimizer: optax.GradientTransformation
+) -> tuple[AdapterState, jax.Array, Json]:
+  """(adapter after a step on the labels that are fresh, the teacher's logits as corrected before it, metrics)."""
+  teaching = batch.teaching
+  assert teaching is not None, "a config with an adapter has a teacher"
+
+  def loss(model):
+    logit_B = model(teaching.logit_B, inputs)
+    return cross_entropy(logit_B, batch.label_B, batch.weight_B * teaching.fresh_B), logit_B
+
+  (value, logit_B), grads = jax.value_and_grad(loss, has_aux=True)(adapter.model)
+  updates, optimizer_state = optimizer.update(grads, adapter.optimizer, adapter.model)
+  after = AdapterState(optax.apply_updates(adapter.model, updates), optimizer_state)
+  return after, logit_B, {"adapter_loss": value, "adapter_grad_norm": optax.tree.norm(grads)}
+
+
+def cross_entropy(logit_B: jax.Array, target_B: jax.Array, weight_B: jax.Array) -> jax.Array:
+  """Mean over samples, in nats; 0 for none. Of a target 0 or 1 it is -log p(target).
+
+  A sample of weight 0 reaches neither it nor a gradient.
+  """
+  counts_B = weight_B > 0
+  loss_B = optax.sigmoid_binary_cross_entropy(jnp.where(counts_B, logit_B, 0), target_B)
+  total = jnp.sum(jnp.where(counts_B, weight_B * loss_B, 0))
+  return total / jnp.maximum(jnp.sum(weight_B), 1)
 
 
 def update_tables(
@@ -246,25 +257,3 @@ def _joined(reads: list[Lookup], d_outs: list[jax.Array]) -> tuple[jax.Array, ja
   gap_1D = jnp.zeros((1, width), jnp.float32)
   d_out_BD = jnp.concatenate([part for d_out in d_outs for part in (d_out, gap_1D)][:-1])
   return jnp.concatenate([read.ids_T for read in reads]), offsets, d_out_BD
-
-
-@jax.jit(static_argnames="recipe", compiler_options=COMPILER_OPTIONS)
-def _predict(model, tables: Tables, batch: Batch, *, recipe: str) -> jax.Array:
-  width = next(iter(tables.values())).shape[1]
-  return model(front_end(tables, zero_sinks(batch, width), batch, RECIPES[recipe]))
-
-
-def _fingerprint(*parts: Samples) -> str:
-  """Of the log, its features and its split."""
-  log = parts[0].log
-  names: list[str] = []
-  arrays = [log.user_N, log.item_N, log.time_N, parts[0].action_N, *(samples.events_N for samples in parts)]
-  for entities in (log.users, log.items):
-    names += entities.names
-    for name, numbers in sorted(entities.numeric.items()):
-      names.append(name)
-      arrays.append(numbers)
-    for name, it in sorted(entities.categorical.items()):
-      names.append(f"{name} {it.table_size}")
-      arrays += [it.ids_T, it.offsets]
-  return fingerprint(arrays, names)

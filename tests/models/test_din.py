@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from sparse_lm.models.din import Din
-from sparse_lm.models.features import Inputs
+from sparse_lm.models.features import Inputs, Stream
 from sparse_lm.precision.recipes import RECIPES
 from sparse_lm.recsys_config import RecommenderConfig
 
@@ -24,15 +24,13 @@ def inputs_of(lengths, padding=0, seed=0):
   rng = np.random.default_rng(seed)
   offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
   tokens_BFD = rng.normal(size=(len(lengths), FEATURES, WIDTH)).astype(np.float32)
-  history_TD = rng.normal(size=(offsets[-1], WIDTH)).astype(np.float32)
-  history_TD = np.concatenate([history_TD, np.full((padding, WIDTH), np.nan, np.float32)])
+  events_TD = rng.normal(size=(offsets[-1], WIDTH)).astype(np.float32)
+  events_TD = np.concatenate([events_TD, np.full((padding, WIDTH), np.nan, np.float32)])
   return Inputs(
     tokens_BFD=jnp.asarray(tokens_BFD),
     item_BD=jnp.asarray(tokens_BFD[:, 1]),
     numeric_BN=jnp.zeros((len(lengths), 0)),
-    history_TD=jnp.asarray(history_TD),
-    age_T=jnp.zeros(len(history_TD)),
-    offsets=jnp.asarray(offsets),
+    streams=(Stream(jnp.asarray(events_TD), jnp.zeros(len(events_TD)), jnp.asarray(offsets)),),
   )
 
 
@@ -42,11 +40,11 @@ def mlp(module, x):
 
 
 def oracle(model, inputs):
-  logits = []
-  for b, (begin, end) in enumerate(zip(inputs.offsets[:-1], inputs.offsets[1:])):
+  logits, (stream,) = [], inputs.streams
+  for b, (begin, end) in enumerate(zip(stream.offsets[:-1], stream.offsets[1:])):
     item = np.asarray(inputs.item_BD[b])
     interest = np.zeros(WIDTH)
-    for event in np.asarray(inputs.history_TD[begin:end]):
+    for event in np.asarray(stream.events_TD[begin:end]):
       interest += mlp(model.activation_unit, np.concatenate([event, event * item, item])) * event
     x = np.concatenate([np.asarray(inputs.tokens_BFD[b]).ravel(), interest])
     logits.append(mlp(model.head.mlp, x)[0])
@@ -64,4 +62,4 @@ def test_padding_reaches_no_gradient(model):
   grads = jax.grad(lambda model, inputs: jnp.sum(model(inputs)), argnums=(0, 1), allow_int=True)(model, inputs)
   leaves = [x for x in jax.tree.leaves(grads) if x.dtype == jnp.float32]
   assert all(np.isfinite(x).all() for x in leaves)
-  assert np.any(np.asarray(grads[1].history_TD[:2]))
+  assert np.any(np.asarray(grads[1].streams[0].events_TD[:2]))

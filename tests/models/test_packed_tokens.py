@@ -7,7 +7,7 @@ import pytest
 from packed_rows import offsets_of, tokens_of
 
 from sparse_lm.models.dropout import dropout
-from sparse_lm.models.packed import clear_padding, first_tokens, last_tokens, places, prepend
+from sparse_lm.models.packed import clear_padding, first_tokens, last_tokens, places, prepend, spread, total
 from sparse_lm.models.rms_norm import rms_norm
 
 LENGTHS = {"empty_rows_around": [0, 3, 0, 1, 2, 0], "one_token": [1], "no_tokens": [0, 0], "no_rows": []}
@@ -82,3 +82,18 @@ def test_dropout_keeps_the_mean_and_without_a_key_everything():
   assert abs(np.mean(np.asarray(dropped) == 0) - 0.25) < 0.03
   assert dropout(x, 0.25, None) is x
   assert dropout(x, 0.0, jax.random.key(0)) is x
+
+
+@each
+def test_a_row_s_vector_goes_to_its_tokens_and_their_sum_comes_back(lengths):
+  """Each is the other's derivative, and what lies behind the last row is NaN."""
+  x_TD, offsets = tokens_of(lengths, 2), jnp.asarray(offsets_of(lengths))
+  x_BD = np.random.default_rng(1).normal(size=(len(lengths), 2)).astype(np.float32)
+  spread_TD, transposed = jax.vjp(lambda x: spread(x, offsets, len(x_TD)), jnp.asarray(x_BD))
+  expected = np.concatenate([np.repeat(x_BD, lengths, axis=0), np.zeros((len(x_TD) - sum(lengths), 2), np.float32)])
+  np.testing.assert_array_equal(spread_TD, expected)
+  total_BD, spread_back = jax.vjp(lambda x: total(x, offsets), jnp.asarray(x_TD))
+  expected_BD = np.array([row.sum(axis=0) for row in rows_of(x_TD, lengths)]).reshape(len(lengths), 2)
+  np.testing.assert_allclose(total_BD, expected_BD, rtol=1e-6, atol=1e-6)
+  np.testing.assert_array_equal(transposed(jnp.asarray(x_TD))[0], total_BD)
+  np.testing.assert_array_equal(spread_back(jnp.asarray(x_BD))[0], spread_TD)

@@ -68,7 +68,7 @@ def personalised_ffn(xp, p, s, x_sum, tau=2.0):
   heads = []
   for h in range(HEADS):
     q = s[:, h * D // HEADS : (h + 1) * D // HEADS]
-    k, v = (p[f"mix_{n}_HFM"][h] @ (x_sum @ p[f"w_{n}_HKD"][h].T) for n in ("key", "value"))
+    k, v = (p[f"mix_{n}_HFM"][h] @ (x_sum @ p[f"w_{n}_HKE"][h].T) for n in ("key", "value"))
     heads.append(sum(silu(xp, q @ k[f][:, None] / tau) * v[f][None, :] for f in range(len(k))))
   return s + xp.concatenate(heads, axis=1)
 
@@ -273,4 +273,4 @@ def test_every_weight_is_float32_and_keeps_the_variance_of_its_input():
 
 
 def test_parameters_are_found_by_name():
-  assert set(parameters(ffn_of())) == {"w_key_HKD", "w_value_HKD", "mix_key_HFM", "mix_value_HFM"}
+  assert set(parameters(ffn_of())) == {"w_key_HKE", "w_value_HKE", "mix_key_HFM", "mix_value_HFM"}

@@ -1,5 +1,7 @@
 """Training of recommenders: what a step does to tables, what a run learns, and that it goes on where it stopped."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -101,7 +103,7 @@ def test_tables_take_one_step_on_the_gradient_that_a_dense_model_would_give_them
   recipe, reads = RECIPES["fp32"], lookups(batch)
 
   def loss(inputs):
-    return recommender.cross_entropy(state.model(inputs), batch)
+    return recommender.cross_entropy(state.model(inputs), batch.label_B, batch.weight_B)
 
   def dense(tables):  # by indexing; its gradient is as large as the tables
     def bags(read):
@@ -113,7 +115,8 @@ def test_tables_take_one_step_on_the_gradient_that_a_dense_model_would_give_them
     found = {name: bags(read) for name, read in reads.items()}
     inputs = front_end(state.tables, zero_sinks(batch, config.model.width), batch, recipe)
     tokens = jnp.stack([found[name] for name in sorted(batch.bags)], axis=1)
-    return loss(inputs._replace(tokens_BFD=tokens, history_TD=found["history.item"] + found["history.action"]))
+    stream = inputs.streams[0]._replace(events_TD=found["history.item"] + found["history.action"])
+    return loss(inputs._replace(tokens_BFD=tokens, streams=(stream,)))
 
   g = jax.grad(dense)(state.tables)
   sinks = zero_sinks(batch, config.model.width)
@@ -146,9 +149,8 @@ def test_every_kind_of_model_learns_and_predicts_one_sample_as_among_others(kind
   assert train(config, tmp_path)["validation_ne"] < 1
   part = open_samples(config, lambda line: None).train
   state = recommender.make_init(config, part)()
-  predict = lambda numbers: recommender._predict(
-    state.model, state.tables, jax.tree.map(jnp.asarray, part.gather(np.array(numbers))), recipe="fp32"
-  )
+  chosen = lambda numbers: dataclasses.replace(part, events_N=part.events_N[numbers])
+  predict = lambda numbers: recommender.predict(state.model, state.tables, chosen(numbers), len(numbers), recipe="fp32")
   np.testing.assert_allclose(predict([1500])[0], predict([1400, 1500, 3])[1], rtol=1e-5, atol=1e-6)
 
 

@@ -78,6 +78,60 @@ def test_any_ids_and_bags_equal_the_loop_and_padding_is_never_read(ids, cuts):
   np.testing.assert_array_equal(np.asarray(found[0])[untouched], table_VD[untouched])
 
 
+def hot_problem(width, seed=5):
+  """300 ids in bags of any length, of which four in five are one: its sum goes over several pieces."""
+  rng = np.random.default_rng(seed)
+  ids_T = np.where(rng.random(300) < 0.8, 2, rng.integers(0, V, 300)).astype(np.int32)
+  offsets = np.array([0, *sorted(rng.integers(0, 301, 39)), 300], np.int32)
+  normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
+  return normal(V, width), np.abs(normal(V)), ids_T, offsets, normal(300), normal(40, width)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize(
+  "width, implementation", [(D, "reference"), (128, "interpret"), pytest.param(256, "hopper", marks=pytest.mark.gpu)]
+)
+def test_an_id_that_is_nearly_everywhere_equals_the_loop(width, implementation, mode):
+  problem = hot_problem(width)
+  update = functools.partial(embedding.rowwise_adagrad, learning_rate=LEARNING_RATE, eps=EPS, mode=mode)
+  found = jax.jit(functools.partial(update, implementation=implementation))(*problem)
+  for a, b in zip(found, loop_oracle(*problem, mode), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_many_updates_of_skewed_ids_give_the_same_bits():
+  rng = np.random.default_rng(0)
+  rows, tokens, bags = 100_000, 200_000, 3000
+  ids_T = np.minimum(rng.zipf(1.2, tokens) - 1, rows - 1).astype(np.int32)
+  offsets = np.array([0, *sorted(rng.integers(0, tokens, bags - 1)), tokens], np.int32)
+  arrays = (
+    jnp.zeros((rows, 128)),
+    jnp.zeros(rows),
+    ids_T,
+    offsets,
+    None,
+    rng.normal(size=(bags, 128)).astype(np.float32),
+  )
+  update = jax.jit(functools.partial(embedding.rowwise_adagrad, learning_rate=0.1, eps=EPS, mode="mean"))
+  first = update(*arrays)
+  table_VD, m_V = loop_free_oracle(*arrays)
+  np.testing.assert_allclose(first[1], m_V, rtol=1e-3, atol=1e-9)
+  np.testing.assert_allclose(first[0], table_VD, rtol=1e-3, atol=1e-5)
+  for _ in range(20):
+    jax.tree.map(np.testing.assert_array_equal, update(*arrays), first)
+
+
+def loop_free_oracle(table_VD, m_V, ids_T, offsets, _, d_out_BD):
+  """In float64, of mean bags from zeros."""
+  lengths_B = np.diff(offsets)
+  terms_TD = np.repeat(d_out_BD.astype(np.float64) / np.maximum(lengths_B, 1)[:, None], lengths_B, axis=0)
+  g_VD = np.zeros(table_VD.shape)
+  np.add.at(g_VD, ids_T, terms_TD)
+  m_V = (g_VD**2).mean(axis=1)
+  return -0.1 * g_VD / (np.sqrt(m_V) + EPS)[:, None], m_V
+
+
 def test_a_repeated_id_takes_one_step_on_the_sum_of_its_gradients():
   """Two steps would take (1, 1), and then as much again, less 1 / sqrt(2)."""
   table_VD, m_V = jnp.zeros((1, 2)), jnp.zeros(1)
