@@ -66,12 +66,12 @@ def rungs() -> dict[str, Rung]:
   padded = lambda config: padded_attention.installed(config.data.longest)
   return {
     "padded XLA attention": Rung(changes={"model.recompute": True}, batch_size=_PADDED_BATCH, stand_in=padded),
-    "jagged kernels, rows in their order": Rung(changes={}, stand_in=lambda config: unbalanced()),
+    "jagged kernels in the order of rows": Rung(changes={}, stand_in=lambda config: unbalanced()),
     "balanced schedule": Rung(changes={}),
     "window of 128": Rung(changes=_WINDOW),
     "blocks of 64": Rung(changes=_BLOCK),
-    "CompSkip, window of 128": Rung(changes=_WINDOW | {"model.comp_skip": True}),
-    "CompSkip, blocks of 64": Rung(changes=_BLOCK | {"model.comp_skip": True}),
+    "CompSkip with a window of 128": Rung(changes=_WINDOW | {"model.comp_skip": True}),
+    "CompSkip with blocks of 64": Rung(changes=_BLOCK | {"model.comp_skip": True}),
   }
 
 

@@ -4,9 +4,9 @@ g_r  = sum over the tokens t with ids[t] = r of weights[t] * d_out[bag of t] / d
 m_r += mean over D of g_r^2;  table_r -= learning_rate * g_r / (sqrt(m_r) + eps)
 
 The gradients of a repeated id are added first, so that the result is one step on the sum. Ids are sorted, and the runs
-of equal ones are bags of rows of d_out: what adds up rows of a table for the forward pass adds up gradients here, in the
-order of the ids. A run is added in pieces first: an id that is in every sample would be one long sum, which one block
-computes while all others wait.
+of equal ones are bags of rows of d_out: what adds up rows of a table for the forward pass adds up gradients here, in
+the order of the ids. A run is added in pieces first: an id that is in every sample would be one long sum, which one
+block computes while all others wait.
 
 No array of V x D is there beside the table, which a jitted caller should donate.
 

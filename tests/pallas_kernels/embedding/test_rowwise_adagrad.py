@@ -89,7 +89,8 @@ def hot_problem(width, seed=5):
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 @pytest.mark.parametrize(
-  "width, implementation", [(D, "reference"), (128, "interpret"), pytest.param(256, "hopper", marks=pytest.mark.gpu)]
+  ("width", "implementation"),
+  [(D, "reference"), (128, "interpret"), pytest.param(256, "hopper", marks=pytest.mark.gpu)],
 )
 def test_an_id_that_is_nearly_everywhere_equals_the_loop(width, implementation, mode):
   problem = hot_problem(width)
