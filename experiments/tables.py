@@ -135,6 +135,8 @@ def _document_tables() -> dict[str, Callable[[], str]]:
     "demo": _demo_table,
     "trained_wide": lambda: _trained_table("wide"),
     "trained_small": lambda: _trained_table("small"),
+    "movielens_time": lambda: _movielens_table("time"),
+    "movielens_users": lambda: _movielens_table("users"),
     "speed": lambda: speed_table(cases("bench_lm_dense")),
     "decode": lambda: decode_table(cases("bench_generate_decode")),
     "sparse": lambda: sparse_table(cases("bench_lm_sparse", "bench_lm_sparse_2b")),
@@ -160,6 +162,14 @@ def _trained_table(size: str) -> str:
   from sparse_lm import report
 
   return report.markdown_table(report.read_runs(RECORDS / f"trained_{size}"), baseline="dense")
+
+
+def _movielens_table(split: str) -> str:
+  from sparse_lm import recsys_report, report
+
+  folder = RECORDS / f"movielens_{split}"
+  models = recsys_report.by_model(report.read_runs(folder))
+  return recsys_report.markdown_table(models, recsys_report.read_floors(folder))
 
 
 if __name__ == "__main__":

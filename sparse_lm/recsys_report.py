@@ -13,6 +13,7 @@ from sparse_lm.data.recsys import Parts
 from sparse_lm.errors import UserError
 from sparse_lm.evaluation.biases import bias_logits
 from sparse_lm.evaluation.prediction import PredictionSums, grouped_auc
+from sparse_lm.recsys_config import MODEL_KINDS
 from sparse_lm.report import RunRecord
 
 Json = dict[str, Any]
@@ -52,7 +53,7 @@ def read_floors(folder: Path) -> dict[str, Json]:
 
 
 def by_model(runs: Mapping[str, RunRecord]) -> dict[str, list[RunRecord]]:
-  """Runs of one model, that is, those whose configs differ in the seed alone.
+  """Runs of one model, that is, those whose configs differ in the seed alone; models in the order of MODEL_KINDS.
 
   Raises:
     UserError: a run is unfinished or was not tested, or two runs of a kind differ in more than the seed.
@@ -65,7 +66,7 @@ def by_model(runs: Mapping[str, RunRecord]) -> dict[str, list[RunRecord]]:
     if group and group[0].config | {"seed": None} != run.config | {"seed": None}:
       raise UserError(f"run {name!r} differs in more than its seed from another of its kind; give it a folder apart")
     group.append(run)
-  return groups
+  return {kind: groups[kind] for kind in MODEL_KINDS if kind in groups}
 
 
 def markdown_table(models: Mapping[str, Sequence[RunRecord]], floors: Mapping[str, Json]) -> str:

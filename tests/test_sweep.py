@@ -1,6 +1,7 @@
 """Sweeps: what is refused before anything runs, what happens while they run, and the sweeps of the paper."""
 
 import ast
+import itertools
 import json
 import os
 import pathlib
@@ -19,10 +20,12 @@ from sparse_lm import config_io, sweeps
 from sparse_lm.config import LmConfig
 from sparse_lm.errors import UserError
 from sparse_lm.flags import load_config, load_sweep, parse_config
+from sparse_lm.recsys_config import MODEL_KINDS, InteractionsConfig, RecommenderConfig, RecsysConfig
 
 ROOT = pathlib.Path(__file__).parent.parent
 TINY = "configs/lm/tiny.py"
-OTHERS = ("shrink", "twell_wide", "twell_small")  # what the paper's sweeps share, and sweeps that are not the paper's
+# What the paper's sweeps share, and sweeps that are not the paper's.
+OTHERS = ("shrink", "twell_wide", "twell_small", "movielens_time", "movielens_users")
 NAMES = sorted(path.stem for path in (ROOT / "configs" / "sweeps").glob("*.py") if path.stem not in OTHERS)
 BIG = [name for name in NAMES if not name.endswith("_tiny")]
 
@@ -528,6 +531,22 @@ def test_a_coefficient_in_the_name_of_a_run_is_its_coefficient(name):
   for run, (value,) in values(name, "sparsity.l1_coefficient").items():
     named = run.partition("_")[2]
     assert value == (0.0 if named == "dense" else float(named))
+
+
+@pytest.mark.parametrize(("name", "split"), [("movielens_time", "time"), ("movielens_users", "user_time")])
+def test_the_sweeps_of_movielens_train_every_kind_three_times_on_the_same_data(name, split):
+  path, base = f"configs/sweeps/{name}.py", "configs/recsys/movielens.py"
+  command = f"python -m experiments.sweep --config={base} --sweep={path} --workdir=runs/{name}"
+  assert command in " ".join(docstring(name).replace("\\", "").split())
+  found = sweeps.configs(load_config(base, RecsysConfig), load_sweep(path))
+  assert {(config.model.kind, config.seed) for config in found.values()} == set(
+    itertools.product(MODEL_KINDS, range(3))
+  )
+  assert {json.dumps(config_io.to_dict(config.data)) for config in found.values()} == {
+    json.dumps(config_io.to_dict(InteractionsConfig(split=split)))
+  }
+  wukong = config_io.to_dict(found["wukong_0"].model)
+  assert wukong == config_io.to_dict(RecommenderConfig(kind="wukong"))  # the base's own tuning is undone
 
 
 @pytest.mark.parametrize("size", ["wide", "small"])

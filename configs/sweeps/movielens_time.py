@@ -1,4 +1,4 @@
-"""Every kind of recommender on MovieLens-100K, cut at two moments, three seeds each; half an hour on two cores.
+"""Every kind of recommender on MovieLens-100K, cut at two moments, three seeds each; minutes on two cores.
 
 python -m experiments.sweep --config=configs/recsys/movielens.py --sweep=configs/sweeps/movielens_time.py \
   --workdir=runs/movielens_time

@@ -1,4 +1,4 @@
-"""Every kind of recommender on MovieLens-100K, of which each user's last events are predicted, three seeds each; half an hour on two cores.
+"""Every kind of recommender on MovieLens-100K, each user's last events, three seeds each; minutes on two cores.
 
 python -m experiments.sweep --config=configs/recsys/movielens.py --sweep=configs/sweeps/movielens_users.py \
   --workdir=runs/movielens_users

@@ -125,7 +125,8 @@ def _split(log: Interactions, group_N: np.ndarray, fractions: Sequence[float]) -
   # All events of a second have the rank of its first one, so that no cut falls between them.
   rank_N = _run_starts(group_sorted_N, log.time_N[order_N]) - _run_starts(group_sorted_N)
   size_N = np.bincount(group_N)[group_sorted_N]
-  cuts_NP = np.rint(size_N[:, None] * np.cumsum(shares_P[:-1]))
+  # 0.1 + 0.2 is a little more than 0.3: a cut that is meant to lie half way between two events must still do so.
+  cuts_NP = np.rint(np.round(size_N[:, None] * np.cumsum(shares_P[:-1]), 6))
   part_N = np.empty(len(log), np.int64)
   part_N[order_N] = np.sum(cuts_NP <= rank_N[:, None], axis=1)
   by_time_N = np.argsort(log.time_N, kind="stable")

@@ -1,0 +1,84 @@
+"""Recommenders side by side: seeds of one model, intervals, floors, and what is refused."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from sparse_lm import config_io, recsys_report, report
+from sparse_lm.errors import UserError
+from sparse_lm.recsys_config import InteractionsConfig, RecsysConfig
+from sparse_lm.report import RunRecord
+from sparse_lm.training.recommender import train
+
+METRICS = {"test_ne": 0.9, "test_auc": 0.7, "test_gauc": 0.6, "test_calibration": 1.0}
+
+
+def run_of(kind, seed=0, step=10, **last):
+  config = config_io.overlay(RecsysConfig(), {"model.kind": kind, "seed": seed, "training.steps": 10})
+  entry = {"step": step, "validation_loss": 0.5} | METRICS | last
+  return RunRecord(config=config_io.to_dict(config), env={}, metrics=[entry], evaluations={})
+
+
+def test_an_interval_is_that_of_student_s_t():
+  """Of 1, 2, 3: mean 2, standard deviation 1, t(2) = 4.303."""
+  assert recsys_report.interval([1.0, 2.0, 3.0]) == f"2.0000 ± {4.303 / 3**0.5:.4f}"
+  assert recsys_report.interval([0.25]) == "0.2500"
+  assert recsys_report.interval([0.25, 0.25]) == "0.2500 ± 0.0000"
+  with pytest.raises(UserError, match="11 seeds are given; at most 10"):
+    recsys_report.interval([1.0] * 11)
+
+
+def test_runs_that_differ_in_the_seed_alone_are_one_model_and_models_have_an_order():
+  runs = {"a": run_of("gem", 0), "b": run_of("dlrm"), "c": run_of("gem", 1, test_auc=0.8)}
+  groups = recsys_report.by_model(runs)
+  assert list(groups) == ["dlrm", "gem"]
+  floors = {"floor": {"ne": 0.95, "auc": 0.65, "gauc": 0.5, "calibration": 1.1}}
+  lines = recsys_report.markdown_table(groups, floors).splitlines()
+  assert lines[2] == "| floor | - | - | 0.9500 | 0.6500 | 0.5000 | 1.1000 |"
+  assert lines[3] == "| dlrm | 1 | 10 | 0.9000 | 0.7000 | 0.6000 | 1.0000 |"
+  assert lines[4].startswith("| gem | 2 | 10 | 0.9000 ± 0.0000 | 0.7500 ± 0.6353 |")
+
+
+@pytest.mark.parametrize(
+  "other", [run_of("gem", 1, step=5), dataclasses.replace(run_of("gem", 1), metrics=[{"step": 10}])]
+)
+def test_unfinished_runs_and_runs_without_a_test_are_refused(other):
+  with pytest.raises(UserError, match=r"run 'b' is at step \d+ of 10 or has no test"):
+    recsys_report.by_model({"a": run_of("gem"), "b": other})
+
+
+def test_runs_of_a_kind_that_differ_in_more_are_refused():
+  other = run_of("gem", 1)
+  other.config["tables"]["learning_rate"] = 0.5
+  with pytest.raises(UserError, match="run 'b' differs in more than its seed"):
+    recsys_report.by_model({"a": run_of("gem"), "b": other})
+
+
+@pytest.mark.slow
+def test_a_folder_of_runs_becomes_a_table_with_floors_and_plots(tmp_path, monkeypatch, capsys):
+  from experiments import report_recsys
+
+  changes = {
+    "model.kind": "dlrm",
+    "data.synthetic_users": 40,
+    "data.synthetic_items": 30,
+    "training.steps": 4,
+    "training.warmup_steps": 1,
+  }
+  config = config_io.overlay(RecsysConfig(data=InteractionsConfig(source="synthetic")), changes)
+  for seed in range(2):
+    train(config_io.overlay(config, {"seed": seed, "training.eval_every": 2}), tmp_path / f"dlrm_{seed}")
+  monkeypatch.setattr(report_recsys, "_WORKDIR", type("Flag", (), {"value": str(tmp_path)}))
+  report_recsys.main(["report_recsys"])
+  text = (tmp_path / "report.md").read_text()
+  assert text.splitlines()[4] in capsys.readouterr().out
+  assert [line.split(" | ")[0] for line in text.splitlines()[2:5]] == [
+    "| user + item biases",
+    "| running user mean + item bias",
+    "| dlrm",
+  ]
+  assert (tmp_path / "learning.png").exists()
+  floors = recsys_report.read_floors(tmp_path)
+  assert all(np.isfinite(list(found.values())).all() for found in floors.values())
+  assert len(report.read_runs(tmp_path)) == 2
