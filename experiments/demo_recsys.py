@@ -1,7 +1,7 @@
 """Recommenders side by side on MovieLens-100K: `make demo-recsys`.
 
-Trains each for some hundred steps, then prints and writes WORKDIR/report.md with a table and plots. Stopped at any
-moment, the same command goes on where it was.
+Trains each for some hundred steps, then SASRec and HSTU, which rank all items for a user's next one; prints and writes
+WORKDIR/report.md with tables and plots. Stopped at any moment, the same command goes on where it was.
 """
 
 import os
@@ -12,7 +12,11 @@ from absl import flags
 
 from sparse_lm import config_io
 from sparse_lm.flags import run_with_config
+from sparse_lm.next_item_config import SEQUENCE_SOURCES, NextItemConfig
 from sparse_lm.recsys_config import MODEL_KINDS, RecsysConfig
+
+_RANKING = ("sasrec", "hstu")
+_RANKING_STEPS = 300  # a quarter of what configs/recsys/next_item.py takes
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/demo_recsys", "folder of the report; each model has a folder in it")
 
@@ -23,21 +27,37 @@ def main(config: RecsysConfig) -> None:
 
   start, workdir = time.perf_counter(), Path(os.path.expanduser(_WORKDIR.value))
   configs = {kind: config_io.overlay(config, tuned(kind, config.data.split)) for kind in MODEL_KINDS}
-  for variant in configs.values():  # all of them before minutes go into the first
+  ranking = _ranking_configs(config)
+  for variant in (*configs.values(), *ranking.values()):  # all of them before minutes go into the first
     variant.validate()
   from sparse_lm import figures, recsys_report, report  # seconds to import: a wrong flag is answered before
   from sparse_lm.data.recsys import open_samples
-  from sparse_lm.training.recommender import train
+  from sparse_lm.training import next_item, recommender
 
-  for n, (kind, variant) in enumerate(configs.items(), start=1):
-    print(f"\n== {n} of {len(configs)}: {kind} ==", flush=True)
-    train(variant, workdir / kind)
+  for n, (kind, variant) in enumerate((configs | ranking).items(), start=1):
+    print(f"\n== {n} of {len(configs) + len(ranking)}: {kind} ==", flush=True)
+    trainer = next_item if kind in ranking else recommender
+    trainer.train(variant, workdir / kind)
   runs = {kind: report.read_run(workdir / kind) for kind in configs}
   floors = recsys_report.floors(open_samples(config, print))
   table = recsys_report.markdown_table(recsys_report.by_model(runs), floors)
   text = _report(runs, table, figures.recommenders(runs, workdir))
+  if ranking:
+    found = recsys_report.ranking_table({kind: report.read_run(workdir / kind) for kind in ranking})
+    text += "\n# Which item comes next?\n\nThe last one of each user, among all items; ties count against a model.\n\n"
+    text += found
   (workdir / "report.md").write_text(text)
   print(f"\n{text}\nwritten: {workdir / 'report.md'} (this run took {time.perf_counter() - start:.0f} s)")
+
+
+def _ranking_configs(config: RecsysConfig) -> dict[str, NextItemConfig]:
+  """On the same log; none where it is drawn, as what is drawn has no order of items to learn."""
+  if config.data.source not in SEQUENCE_SOURCES:
+    return {}
+  base = NextItemConfig(checkpoint=config.checkpoint, seed=config.seed)
+  shared = {f"data.{name}": getattr(config.data, name) for name in ("source", "path", "cache_dir", "loader")}
+  shared |= {"training.steps": _RANKING_STEPS, "training.eval_every": 100}
+  return {kind: config_io.overlay(base, shared | {"model.kind": kind}) for kind in _RANKING}
 
 
 def _report(runs, table: str, plots: list[Path]) -> str:

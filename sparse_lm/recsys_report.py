@@ -21,6 +21,7 @@ _FLOORS = "floors.json"
 # Two-sided 95 % of Student's t for the mean of n values, n = 2, 3, ...
 _T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 _METRICS = {"ne": "NE", "auc": "AUC", "gauc": "AUC within users", "calibration": "calibration"}
+_RANKING = {"hr@10": "HR@10", "ndcg@10": "NDCG@10"}
 
 
 def floors(parts: Parts) -> dict[str, Json]:
@@ -76,6 +77,16 @@ def markdown_table(models: Mapping[str, Sequence[RunRecord]], floors: Mapping[st
   for kind, runs in models.items():
     values = ([run.last[f"test_{metric}"] for run in runs] for metric in _METRICS)
     rows.append([kind, str(len(runs)), str(runs[0].steps), *map(interval, values)])
+  return bench.markdown_table(header, rows)
+
+
+def ranking_table(runs: Mapping[str, RunRecord]) -> str:
+  """Hit rates and NDCG of the test items, a row a run, under the ranking by popularity."""
+  header = ["model", "steps", *_RANKING.values()]
+  last = next(iter(runs.values())).last
+  rows = [["popularity", "-", *(f"{last[f'test_popularity_{metric}']:.4f}" for metric in _RANKING)]]
+  for name, run in runs.items():
+    rows.append([name, str(run.steps), *(f"{run.last[f'test_{metric}']:.4f}" for metric in _RANKING)])
   return bench.markdown_table(header, rows)
 
 

@@ -55,6 +55,24 @@ def test_runs_of_a_kind_that_differ_in_more_are_refused():
     recsys_report.by_model({"a": run_of("gem"), "b": other})
 
 
+def test_rankings_stand_under_that_by_popularity():
+  last = {"test_popularity_hr@10": 0.1, "test_popularity_ndcg@10": 0.05, "test_hr@10": 0.2, "test_ndcg@10": 0.125}
+  lines = recsys_report.ranking_table({"hstu": run_of("gem", **last)}).splitlines()
+  assert lines[2:] == ["| popularity | - | 0.1000 | 0.0500 |", "| hstu | 10 | 0.2000 | 0.1250 |"]
+
+
+def test_the_demo_ranks_items_of_a_log_that_has_an_order():
+  from experiments import demo_recsys
+
+  changes = {"data.cache_dir": "somewhere", "seed": 3}
+  found = demo_recsys._ranking_configs(config_io.overlay(RecsysConfig(), changes))
+  assert [(kind, it.model.kind, it.data.cache_dir, it.seed) for kind, it in found.items()] == [
+    ("sasrec", "sasrec", "somewhere", 3),
+    ("hstu", "hstu", "somewhere", 3),
+  ]
+  assert demo_recsys._ranking_configs(RecsysConfig(data=InteractionsConfig(source="synthetic"))) == {}
+
+
 @pytest.mark.slow
 def test_a_folder_of_runs_becomes_a_table_with_floors_and_plots(tmp_path, monkeypatch, capsys):
   from experiments import report_recsys
