@@ -101,6 +101,16 @@ def _require_positive(name: str, section: Any) -> None:
       raise UserError(f"{name}.{field}={value} must be positive")
 
 
+# Who reads a field that not every source does: elsewhere it would be ignored.
+_FIELDS_OF_SOURCES = {
+  "label": ("kuairand",),
+  "positive_from": ("movielens_100k", "movielens"),
+  "synthetic_users": ("synthetic",),
+  "synthetic_items": ("synthetic",),
+  "synthetic_seed": ("synthetic",),
+}
+
+
 @dataclasses.dataclass
 class InteractionsConfig:
   """Where interactions come from and which of them are predicted."""
@@ -130,12 +140,12 @@ class InteractionsConfig:
         "needs data.path: a folder or its ratings file" if self.path is None else "reads no data.path; leave it out"
       )
       raise UserError(f"data.source={self.source!r} {said}")
-    if self.label is not None and self.source != "kuairand":
-      raise UserError(f"data.source={self.source!r} reads no data.label, but it is {self.label!r}; leave it out")
+    for name, sources in _FIELDS_OF_SOURCES.items():
+      value = getattr(self, name)
+      if self.source not in sources and value != getattr(InteractionsConfig, name):
+        raise UserError(f"data.source={self.source!r} reads no data.{name}, but it is {value!r}; leave it out")
     if self.label not in (None, *KUAIRAND_LABELS):
       raise UserError(f"data.label={self.label!r} is unknown; allowed: {', '.join(KUAIRAND_LABELS)}")
-    if self.source == "kuairand" and self.positive_from != InteractionsConfig.positive_from:
-      raise UserError(f"data.positive_from={self.positive_from}, but labels of kuairand are 0 or 1; leave it out")
     held_out = self.validation_fraction, self.test_fraction
     if not (min(held_out) >= 0 and sum(held_out) < 1):
       raise UserError(

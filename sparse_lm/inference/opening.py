@@ -144,6 +144,8 @@ def _checkpoints(path: Path) -> Iterator[Path]:
 
 def _load(path: Path) -> _Run:
   metadata: dict[str, Any] = checkpoint.read_metadata(path)
+  if "dataset" in metadata and "tokenizer" not in metadata:
+    raise UserError(f"checkpoint {path} is of a recommender, which has no text; give the run of a language model")
   if "vocab_size" not in metadata:
     raise UserError(
       f"checkpoint {path} is of a version that did not say which rows of the vocabulary are real; train again"

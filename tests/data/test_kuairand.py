@@ -257,7 +257,7 @@ def test_logs_in_a_folder_and_in_its_data_are_refused(tmp_path):
     ({"path": None}, r"data\.source='kuairand' needs data\.path"),
     ({"label": "is_nice"}, r"data\.label='is_nice' is unknown; allowed: is_click, long_view, is_like"),
     ({"label": ""}, r"data\.label='' is unknown"),
-    ({"positive_from": 3.0}, r"data\.positive_from=3\.0, but labels of kuairand are 0 or 1; leave it out"),
+    ({"positive_from": 3.0}, "data.source='kuairand' reads no data.positive_from, but it is 3.0; leave it out"),
     (
       {"source": "movielens", "label": "is_like"},
       r"data\.source='movielens' reads no data\.label, but it is 'is_like'",

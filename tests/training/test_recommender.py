@@ -13,6 +13,7 @@ from sparse_lm.config import LmConfig
 from sparse_lm.data.recsys import open_samples
 from sparse_lm.errors import NonFiniteError, Preempted, UserError
 from sparse_lm.flags import load_config
+from sparse_lm.inference.opening import open_model
 from sparse_lm.models.features import Lookup, front_end, lookups, zero_sinks
 from sparse_lm.precision.recipes import RECIPES
 from sparse_lm.recsys_config import InteractionsConfig, RecsysConfig
@@ -79,6 +80,30 @@ def test_a_teacher_that_is_certain_has_an_ne_too(config, tmp_path):
   """A single item of one category: with a long history the click's probability rounds to 1."""
   last = train(config_io.overlay(config, {"data.synthetic_items": 1, "data.synthetic_users": 100}), tmp_path)
   assert 0 < last["validation_bayes_ne"] < 1
+
+
+@pytest.mark.parametrize(
+  ("source", "changes"),
+  [
+    ("synthetic", {"positive_from": 3.0}),
+    ("synthetic", {"label": "is_like"}),
+    ("movielens_100k", {"synthetic_seed": 1}),
+    ("movielens_100k", {"synthetic_users": 5}),
+    ("movielens_100k", {"label": "is_like"}),
+  ],
+)
+def test_a_field_that_a_source_would_ignore_is_refused(source, changes):
+  ((name, value),) = changes.items()
+  with pytest.raises(
+    UserError, match=rf"^data.source='{source}' reads no data.{name}, but it is {value!r}; leave it out$"
+  ):
+    InteractionsConfig(source=source, **changes).validate()
+
+
+def test_a_recommender_has_no_text_to_generate(config, tmp_path):
+  train(config, tmp_path)
+  with pytest.raises(UserError, match="is of a recommender, which has no text; give the run of a language model"):
+    open_model(tmp_path)
 
 
 def test_a_language_model_s_run_is_told_that_this_folder_is_none(config, tmp_path):
