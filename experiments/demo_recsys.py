@@ -12,10 +12,8 @@ from absl import flags
 
 from sparse_lm import config_io
 from sparse_lm.flags import run_with_config
-from sparse_lm.next_item_config import SEQUENCE_SOURCES, NextItemConfig
 from sparse_lm.recsys_config import MODEL_KINDS, RecsysConfig
 
-_RANKING = ("sasrec", "hstu")
 _RANKING_STEPS = 300  # a quarter of what configs/recsys/next_item.py takes
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/demo_recsys", "folder of the report; each model has a folder in it")
@@ -24,10 +22,11 @@ _WORKDIR = flags.DEFINE_string("workdir", "runs/demo_recsys", "folder of the rep
 def main(config: RecsysConfig) -> None:
   """Trains what is not trained yet, and reports."""
   from configs.recsys.movielens import tuned
+  from configs.recsys.next_item import beside
 
   start, workdir = time.perf_counter(), Path(os.path.expanduser(_WORKDIR.value))
   configs = {kind: config_io.overlay(config, tuned(kind, config.data.split)) for kind in MODEL_KINDS}
-  ranking = _ranking_configs(config)
+  ranking = beside(config, _RANKING_STEPS)
   for variant in (*configs.values(), *ranking.values()):  # all of them before minutes go into the first
     variant.validate()
   from sparse_lm import figures, recsys_report, report  # seconds to import: a wrong flag is answered before
@@ -48,16 +47,6 @@ def main(config: RecsysConfig) -> None:
     text += found
   (workdir / "report.md").write_text(text)
   print(f"\n{text}\nwritten: {workdir / 'report.md'} (this run took {time.perf_counter() - start:.0f} s)")
-
-
-def _ranking_configs(config: RecsysConfig) -> dict[str, NextItemConfig]:
-  """On the same log; none where it is drawn, as what is drawn has no order of items to learn."""
-  if config.data.source not in SEQUENCE_SOURCES:
-    return {}
-  base = NextItemConfig(checkpoint=config.checkpoint, seed=config.seed)
-  shared = {f"data.{name}": getattr(config.data, name) for name in ("source", "path", "cache_dir", "loader")}
-  shared |= {"training.steps": _RANKING_STEPS, "training.eval_every": 100}
-  return {kind: config_io.overlay(base, shared | {"model.kind": kind}) for kind in _RANKING}
 
 
 def _report(runs, table: str, plots: list[Path]) -> str:

@@ -4,6 +4,7 @@ Dimension key: B samples, T packed events, N numeric features, V rows of a table
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,8 @@ import numpy as np
 
 from pallas_kernels.jagged.shapes import JaggedShape
 from sparse_lm.data.samples import Bag, Batch, History
+from sparse_lm.recsys_config import RecsysConfig
+from sparse_lm.training import mfu
 
 FEATURES, NUMERIC, ACTIONS = 31, 16, 8
 _ITEMS, _OTHERS = 17_000_000, 10_000  # rows of the items' table and of each other one
@@ -61,3 +64,14 @@ def draw_batch(sizes: TableSizes, lengths_B: np.ndarray, seed: int) -> Batch:
     teaching=None,
   )
   return jax.tree.map(jnp.asarray, batch)
+
+
+def problem(config: RecsysConfig, sizes: TableSizes, batch_size: int) -> tuple[np.ndarray, Batch]:
+  """(lengths_B, batch), the same ones for the same sizes."""
+  lengths_B = draw_lengths(batch_size, config.data.longest, seed=0)
+  return lengths_B, draw_batch(sizes, lengths_B, seed=1)
+
+
+def facts(lengths_B: np.ndarray) -> dict[str, Any]:
+  """What every case says."""
+  return {"samples": len(lengths_B), "events": int(lengths_B.sum()), "peak_flops": mfu.peak_flops(jax.devices()[:1])}

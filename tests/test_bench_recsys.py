@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import bench_recsys, padded_attention
+from experiments import padded_attention, recsys_ladder, recsys_modules
 from experiments.recsys_problem import FEATURES, TableSizes, draw_batch, draw_lengths
 from pallas_kernels import jagged
 from sparse_lm import config_io
@@ -68,14 +68,14 @@ def logits(config, lengths, stand_in):
   return [out, *jax.tree.leaves(d_model)]
 
 
-@pytest.mark.parametrize("name", bench_recsys.rungs())
+@pytest.mark.parametrize("name", recsys_ladder.rungs())
 def test_what_stands_in_for_our_code_computes_the_same(name, config):
   """Also for a sample without events, and for one of the longest."""
-  rung = bench_recsys.rungs()[name]
+  rung = recsys_ladder.rungs()[name]
   own = config_io.overlay(config, rung.changes)
   lengths = [3, 0, 12, 1, 7]
   found = logits(own, lengths, rung.stand_in(own))
-  expected = logits(own, lengths, bench_recsys.Rung(changes={}).stand_in(own))
+  expected = logits(own, lengths, recsys_ladder.Rung(changes={}).stand_in(own))
   for a, b in zip(found, expected, strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * max(1, float(np.abs(b).max())))
 
@@ -89,24 +89,22 @@ def test_padded_attention_sees_what_jagged_attention_sees(mask):
 
 
 def test_ladder_and_modules_time_every_case_and_fill_their_tables(config, monkeypatch):
-  monkeypatch.setattr(bench_recsys, "_PADDED_BATCH", 3)
-  monkeypatch.setattr(bench_recsys, "_SAMPLES", 1)
-  for flag in ("_CALLS", "_REPEATS"):
-    monkeypatch.setattr(bench_recsys, flag, type("Flag", (), {"value": 1}))
-  names = list(itertools.islice(bench_recsys.rungs(), 3))
-  ladder = list(bench_recsys.time_ladder(config, SIZES, names))
+  monkeypatch.setattr(recsys_ladder, "_PADDED_BATCH", 3)
+  monkeypatch.setattr(recsys_modules, "_SAMPLES", 1)
+  names = list(itertools.islice(recsys_ladder.rungs(), 3))
+  ladder = list(recsys_ladder.time_ladder(config, SIZES, names, calls=1, repeats=1))
   assert [case["samples"] for case in ladder] == [3, 5, 5]
   assert ladder[1]["flops"] == ladder[2]["flops"]
-  lines = bench_recsys.table(ladder).splitlines()
+  lines = recsys_ladder.table(ladder).splitlines()
   assert [line.split(" | ")[0].removeprefix("| ") for line in lines[2:]] == names
-  found = list(bench_recsys.time_modules(config, SIZES, ["attention", "interaction"]))
+  found = list(recsys_modules.time_modules(config, SIZES, ["attention", "interaction"]))
   assert [(case["name"], case["number"]) for case in found] == [("attention", 2), ("interaction", 2)]
-  assert "each module alone" in bench_recsys.table(found)
+  assert "each module alone" in recsys_modules.table(found)
 
 
 def test_a_rung_that_does_not_fit_says_so_in_the_table():
   facts = {"what": "ladder", "changes": {}, "samples": 4, "events": 8, "peak_flops": 1e12, "flops": 10**9}
   fits = facts | {"name": "fits", "seconds": 0.5, "loss": 1.0, "temporary_bytes": 2**30}
-  text = bench_recsys.table([fits, facts | {"name": "does not", "error": "RESOURCE_EXHAUSTED"}])
+  text = recsys_ladder.table([fits, facts | {"name": "does not", "error": "RESOURCE_EXHAUSTED"}])
   assert "| fits | 4 | 500.0 | 8 | 1.00 x | 0.00 | 0.6% | 1.0 |" in text
   assert "| does not | 4 | RESOURCE_EXHAUSTED | - | - | - | - | - |" in text

@@ -4,7 +4,9 @@ import dataclasses
 
 import numpy as np
 import pytest
+from program import answers
 
+from configs.recsys.next_item import beside
 from sparse_lm import config_io, recsys_report, report
 from sparse_lm.errors import UserError
 from sparse_lm.recsys_config import InteractionsConfig, RecsysConfig
@@ -62,21 +64,17 @@ def test_rankings_stand_under_that_by_popularity():
 
 
 def test_the_demo_ranks_items_of_a_log_that_has_an_order():
-  from experiments import demo_recsys
-
-  changes = {"data.cache_dir": "somewhere", "seed": 3}
-  found = demo_recsys._ranking_configs(config_io.overlay(RecsysConfig(), changes))
-  assert [(kind, it.model.kind, it.data.cache_dir, it.seed) for kind, it in found.items()] == [
-    ("sasrec", "sasrec", "somewhere", 3),
-    ("hstu", "hstu", "somewhere", 3),
-  ]
-  assert demo_recsys._ranking_configs(RecsysConfig(data=InteractionsConfig(source="synthetic"))) == {}
+  found = beside(config_io.overlay(RecsysConfig(), {"data.cache_dir": "somewhere", "seed": 3}), 300)
+  for kind in ("sasrec", "hstu"):
+    config = found.pop(kind)
+    config.validate()
+    assert (config.model.kind, config.data.cache_dir, config.training.steps, config.seed) == (kind, "somewhere", 300, 3)
+  assert found == {}
+  assert beside(RecsysConfig(data=InteractionsConfig(source="synthetic")), 300) == {}
 
 
 @pytest.mark.slow
-def test_a_folder_of_runs_becomes_a_table_with_floors_and_plots(tmp_path, monkeypatch, capsys):
-  from experiments import report_recsys
-
+def test_a_folder_of_runs_becomes_a_table_with_floors_and_plots(tmp_path):
   changes = {
     "model.kind": "dlrm",
     "data.synthetic_users": 40,
@@ -87,10 +85,10 @@ def test_a_folder_of_runs_becomes_a_table_with_floors_and_plots(tmp_path, monkey
   config = config_io.overlay(RecsysConfig(data=InteractionsConfig(source="synthetic")), changes)
   for seed in range(2):
     train(config_io.overlay(config, {"seed": seed, "training.eval_every": 2}), tmp_path / f"dlrm_{seed}")
-  monkeypatch.setattr(report_recsys, "_WORKDIR", type("Flag", (), {"value": str(tmp_path)}))
-  report_recsys.main(["report_recsys"])
+  ((code, out, err),) = answers("experiments.report_recsys", [f"--workdir={tmp_path}"])
+  assert (code, err) == (0, "")
   text = (tmp_path / "report.md").read_text()
-  assert text.splitlines()[4] in capsys.readouterr().out
+  assert text.splitlines()[4] in out
   assert [line.split(" | ")[0] for line in text.splitlines()[2:5]] == [
     "| user + item biases",
     "| running user mean + item bias",
