@@ -49,14 +49,13 @@ def main(config: LmConfig) -> None:
   runs = {name: report.read_run(folder) for name, folder in folders.items()}
   table = report.markdown_table(runs, baseline="dense")
   plots = figures.comparison(runs, workdir)
-  text = _report(runs, table, plots)
+  text = _report(runs, table, figures.image_links(plots))
   (workdir / "report.md").write_text(text)
   print(f"\n{text}\nwritten: {workdir / 'report.md'} (this run took {time.perf_counter() - start:.0f} s)")
 
 
-def _report(runs, table: str, plots: list[Path]) -> str:
+def _report(runs, table: str, images: str) -> str:
   dense = runs["dense"]
-  images = "\n".join(f"![{path.stem}]({path.name})" for path in plots)
   return (
     f"# What sparsity costs, and what the feed-forward blocks are worth\n\n"
     f"{dense.last['step']} steps on {dense.config['data']['source']}, {dense.env['device']['kind']}"

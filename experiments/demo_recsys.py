@@ -40,7 +40,7 @@ def main(config: RecsysConfig) -> None:
   runs = {kind: report.read_run(workdir / kind) for kind in configs}
   floors = recsys_report.floors(open_samples(config, print))
   table = recsys_report.markdown_table(recsys_report.by_model(runs), floors)
-  text = _report(runs, table, figures.recommenders(runs, workdir))
+  text = _report(runs, table, figures.image_links(figures.recommenders(runs, workdir)))
   if ranking:
     found = recsys_report.ranking_table({kind: report.read_run(workdir / kind) for kind in ranking})
     text += "\n# Which item comes next?\n\nThe last one of each user, among all items; ties count against a model.\n\n"
@@ -49,10 +49,9 @@ def main(config: RecsysConfig) -> None:
   print(f"\n{text}\nwritten: {workdir / 'report.md'} (this run took {time.perf_counter() - start:.0f} s)")
 
 
-def _report(runs, table: str, plots: list[Path]) -> str:
+def _report(runs, table: str, images: str) -> str:
   run = next(iter(runs.values()))
   data, env = run.config["data"], run.env
-  images = "\n".join(f"![{path.stem}]({path.name})" for path in plots)
   return (
     f"# Which of the last events did their users like?\n\n"
     f"{data['source']}, split by {data['split']}, positive from {data['positive_from']:g}; {env['device']['kind']} with"

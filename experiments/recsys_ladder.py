@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -70,11 +71,8 @@ def unbalanced() -> Iterator[None]:
     lists = {name: in_order(getattr(made, name)) for name in ("forward", "query_gradient", "key_gradients", "blocks")}
     return dataclasses.replace(made, **lists)
 
-  schedule.make = make_in_order
-  try:
+  with mock.patch.object(schedule, "make", make_in_order):
     yield
-  finally:
-    schedule.make = make
 
 
 def time_ladder(

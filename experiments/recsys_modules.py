@@ -41,13 +41,10 @@ class Part(NamedTuple):
 def parts(model: GemRecommender, inputs: Inputs, lengths: list[int]) -> dict[str, Part]:
   """Those of the second block, which has as many tokens as all after it, and what comes before and after blocks."""
   (stream,), (meeting,) = inputs.streams, model.meetings
-  x_BND, (s_TD, interest_BE), contexts = (
-    model.tokens(inputs),
-    meeting(stream, inputs.item_BD),
-    model.contexts(inputs.streams),
-  )
-  first_BND, (first, block) = x_BND, model.blocks[:2]
-  x_BND, (s_TD,), (h_BCD,) = first(x_BND, [s_TD], [None], contexts)
+  (first, block), contexts = model.blocks[:2], model.contexts(inputs.streams)
+  first_BND = model.tokens(inputs)
+  s_TD, interest_BE = meeting(stream, inputs.item_BD)
+  x_BND, (s_TD,), (h_BCD,) = first(first_BND, [s_TD], [None], contexts)
   (own,), (context,), layers, samples = block.streams, contexts, len(model.blocks), len(lengths)
   flat_BD = jnp.concatenate([*(x.reshape(samples, -1) for x in (x_BND, first_BND)), interest_BE], axis=1)
   of_events = lambda module, inputs, constants: module(*inputs, *constants[:-1], schedule=constants[-1])

@@ -36,8 +36,7 @@ def main(argv: list[str]) -> None:
   recsys_report.write_floors(floors, workdir)
   table = recsys_report.markdown_table(models, floors)
   plots = figures.recommenders({kind: group[0] for kind, group in models.items()}, workdir)
-  images = "\n".join(f"![{path.stem}]({path.name})" for path in plots)
-  (workdir / "report.md").write_text(f"{table}\n{images}\n")
+  (workdir / "report.md").write_text(f"{table}\n{figures.image_links(plots)}\n")
   print(f"\n{table}\nwritten: {workdir / 'report.md'}")
 
 

@@ -64,6 +64,11 @@ def paper(runs: Runs, folder: Path) -> tuple[list[Path], list[str]]:
   return paths, left_out
 
 
+def image_links(paths: list[Path]) -> str:
+  """Returns Markdown that shows plots which lie beside it, a line each."""
+  return "\n".join(f"![{path.stem}]({path.name})" for path in paths)
+
+
 def recommenders(runs: Runs, folder: Path) -> list[Path]:
   """Writes learning.png and calibration.png of runs that are finished.
 

@@ -1,6 +1,6 @@
 """The GEM-style model of a cluster's size on one GPU: 512 = 4 x 128 wide, 6 blocks, histories up to 2048 events.
 
-python -m experiments.bench_recsys --record=runs/bench_recsys
+python -m experiments.bench_recsys --what=ladder --record=runs/bench_recsys
 """
 
 from sparse_lm.config import PrecisionConfig

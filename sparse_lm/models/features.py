@@ -14,7 +14,7 @@ from flax import nnx
 
 from pallas_kernels import embedding
 from sparse_lm.data.samples import Batch
-from sparse_lm.models.mlp import MLP, Affine
+from sparse_lm.models.mlp import MLP, Affine, Identity
 from sparse_lm.models.wukong import WukongConfig
 from sparse_lm.precision.recipes import Recipe
 from sparse_lm.recsys_config import RecommenderConfig
@@ -87,9 +87,9 @@ def front_end(tables: Tables, sinks: Sinks, batch: Batch, recipe: Recipe) -> Inp
   )
 
 
-def to_width(width_in: int, width_out: int, recipe: Recipe, *, rngs: nnx.Rngs) -> Affine | None:
-  """Between widths that differ; None: there is nothing to do."""
-  return None if width_in == width_out else Affine(width_in, width_out, recipe, rngs=rngs)
+def to_width(width_in: int, width_out: int, recipe: Recipe, *, rngs: nnx.Rngs) -> Affine | Identity:
+  """From one width to another, learnt where they differ."""
+  return Identity() if width_in == width_out else Affine(width_in, width_out, recipe, rngs=rngs)
 
 
 class FeatureTokens(nnx.Module):
@@ -103,15 +103,14 @@ class FeatureTokens(nnx.Module):
 
   def __call__(self, inputs: Inputs) -> jax.Array:
     """x_BND, N = `number`."""
-    x_BND = inputs.tokens_BFD if self.widen is None else self.widen(inputs.tokens_BFD)
+    x_BND = self.widen(inputs.tokens_BFD)
     if self.of_numeric is None:
       return x_BND
     return jnp.concatenate([x_BND, self.of_numeric(inputs.numeric_BN)[:, None, :]], axis=1)
 
   def flops(self) -> int:
     """Of a sample: 2 F D E to widen rows of E, and 2 N D for the numeric features."""
-    widened = 0 if self.widen is None else self.features * self.widen.flops()
-    return widened + (0 if self.of_numeric is None else self.of_numeric.flops())
+    return self.features * self.widen.flops() + (0 if self.of_numeric is None else self.of_numeric.flops())
 
 
 class LogitHead(nnx.Module):

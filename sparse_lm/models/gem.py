@@ -54,13 +54,11 @@ class WidePma(nnx.Module):
 
   def __call__(self, s_TD: jax.Array, offsets: jax.Array, *, schedule: jagged.Schedule | None = None) -> jax.Array:
     """h_BCD, C seeds."""
-    h_BCD = self.pool(s_TD, offsets, schedule=schedule)
-    return h_BCD if self.widen is None else self.widen(h_BCD)
+    return self.widen(self.pool(s_TD, offsets, schedule=schedule))
 
   def flops(self, lengths: Sequence[int]) -> int:
     """Of a forward pass: those of its parts."""
-    widened = 0 if self.widen is None else len(lengths) * self.seeds * self.widen.flops()
-    return self.pool.flops(lengths) + widened
+    return self.pool.flops(lengths) + len(lengths) * self.seeds * self.widen.flops()
 
 
 class StreamBlock(nnx.Module):
@@ -221,12 +219,11 @@ class Meeting(nnx.Module):
     e_TE = clear_padding(stream.events_TD, stream.offsets)
     item_TE = spread(item_BE, stream.offsets, len(e_TE))
     met_TF = self.mlp(jnp.concatenate([e_TE, e_TE * item_TE, item_TE], axis=1))
-    s_TD = met_TF[:, :-1] + (e_TE if self.widen is None else self.widen(e_TE))
-    return s_TD, total(met_TF[:, -1:] * e_TE, stream.offsets)
+    return met_TF[:, :-1] + self.widen(e_TE), total(met_TF[:, -1:] * e_TE, stream.offsets)
 
   def flops(self, lengths: Sequence[int]) -> int:
     """Those of its parts for each event."""
-    return sum(lengths) * (self.mlp.flops() + (0 if self.widen is None else self.widen.flops()))
+    return sum(lengths) * (self.mlp.flops() + self.widen.flops())
 
 
 class GemRecommender(nnx.Module):

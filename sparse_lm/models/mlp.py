@@ -37,6 +37,18 @@ class Affine(nnx.Module):
     return 2 * self.in_width * self.out_width
 
 
+class Identity(nnx.Module):
+  """Where widths or tokens are already those that are wanted."""
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Returns its argument."""
+    return x
+
+  def flops(self) -> int:
+    """None."""
+    return 0
+
+
 class MLP(nnx.Module):
   """Affine layers with an activation between them, and none after the last: a norm, a gate or a loss follows there."""
 

@@ -16,7 +16,7 @@ from flax import nnx
 
 from sparse_lm.models.initial import normal_weight
 from sparse_lm.models.layer_norm import layer_norm
-from sparse_lm.models.mlp import MLP
+from sparse_lm.models.mlp import MLP, Identity
 from sparse_lm.precision.linear import linear
 from sparse_lm.precision.recipes import Recipe
 
@@ -91,21 +91,9 @@ class LCB(nnx.Module):
     return 2 * self.out_tokens * self.tokens * self.width
 
 
-class SameTokens(nnx.Module):
-  """The identity, where no compression is needed."""
-
-  def __call__(self, x_BND: jax.Array) -> jax.Array:
-    """Returns its argument."""
-    return x_BND
-
-  def flops(self) -> int:
-    """None."""
-    return 0
-
-
-def shortcut(tokens: int, out_tokens: int, width: int, recipe: Recipe, *, rngs: nnx.Rngs) -> SameTokens | LCB:
+def shortcut(tokens: int, out_tokens: int, width: int, recipe: Recipe, *, rngs: nnx.Rngs) -> Identity | LCB:
   """R(X): the identity if the number of tokens stays, or else a linear compression."""
-  return SameTokens() if tokens == out_tokens else LCB(tokens, out_tokens, width, recipe, rngs=rngs)
+  return Identity() if tokens == out_tokens else LCB(tokens, out_tokens, width, recipe, rngs=rngs)
 
 
 class Stack(nnx.Module):
