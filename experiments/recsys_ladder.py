@@ -8,7 +8,8 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from concurrent import futures
+from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
@@ -24,7 +25,7 @@ from sparse_lm.data.samples import Batch
 from sparse_lm.errors import first_line
 from sparse_lm.recsys_config import RecsysConfig
 from sparse_lm.training.recommender import make_train_step
-from sparse_lm.training.recommender_state import make_init
+from sparse_lm.training.recommender_state import RecsysState, make_init
 
 Json = dict[str, Any]
 _PADDED_BATCH = 96  # samples whose padded scores fit into memory
@@ -79,25 +80,40 @@ def time_ladder(
   config: RecsysConfig, sizes: TableSizes, chosen: list[str], *, calls: int, repeats: int
 ) -> Iterator[Json]:
   """Yields what was found of each rung; one that does not fit into memory says so instead of a time."""
-  for name in chosen:
-    rung = rungs()[name]
-    own = config_io.overlay(config, rung.changes)
-    own.validate()
-    lengths_B, batch = problem(own, sizes, rung.batch_size or own.training.batch_size)
-    case = {"what": "ladder", "name": name, "changes": rung.changes} | facts(lengths_B)
+  traced = {name: _trace(config, sizes, rungs()[name]) for name in chosen}
+  with futures.ThreadPoolExecutor() as pool:  # compiling takes a minute each, on few cores; no step runs meanwhile
+    compiling = {name: pool.submit(of.lowered.compile) for name, of in traced.items()}
+  for name, of in traced.items():
+    case = {"what": "ladder", "name": name, "changes": rungs()[name].changes, "flops": of.flops} | facts(of.lengths_B)
     try:
-      case |= _time_steps(own, sizes, batch, rung.stand_in(own), calls, repeats)
+      state = make_init(of.config, sizes)()
+      case |= _time_steps(compiling[name].result(), state, of.batch, calls, repeats)
     except jax.errors.JaxRuntimeError as error:
       case["error"] = first_line(error)
-    model = jax.eval_shape(make_init(own, sizes)).model
-    yield case | {"flops": model.flops([lengths_B.tolist()])}
-    jax.clear_caches()
+    yield case
 
 
-def _time_steps(config: RecsysConfig, sizes: TableSizes, batch: Batch, stand_in, calls: int, repeats: int) -> Json:
-  state = make_init(config, sizes)()
-  with stand_in:
-    compiled = make_train_step(config).lower(state, batch).compile()
+class _Traced(NamedTuple):
+  """The training step of a rung, before it is compiled."""
+
+  config: RecsysConfig
+  lengths_B: np.ndarray
+  batch: Batch
+  flops: int
+  lowered: jax.stages.Lowered
+
+
+def _trace(config: RecsysConfig, sizes: TableSizes, rung: Rung) -> _Traced:
+  own = config_io.overlay(config, rung.changes)
+  own.validate()
+  lengths_B, batch = problem(own, sizes, rung.batch_size or own.training.batch_size)
+  state = jax.eval_shape(make_init(own, sizes))
+  with rung.stand_in(own):
+    lowered = make_train_step(own).lower(state, batch)
+  return _Traced(own, lengths_B, batch, state.model.flops([lengths_B.tolist()]), lowered)
+
+
+def _time_steps(compiled: jax.stages.Compiled, state: RecsysState, batch: Batch, calls: int, repeats: int) -> Json:
   seconds = []
   for n in range(repeats + 1):
     start = time.perf_counter()

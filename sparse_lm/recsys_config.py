@@ -7,9 +7,9 @@ from typing import Any
 from sparse_lm.config import LOADERS, CheckpointConfig, PrecisionConfig, TrainingConfig
 from sparse_lm.errors import UserError
 
-MODEL_KINDS = ("logistic", "dlrm", "dcnv2", "wukong", "din", "gem")
-MODELS_WITH_HISTORY = ("din", "gem")
-INTERACTION_SOURCES = ("movielens_100k", "movielens", "kuairand", "synthetic")
+MODEL_KINDS = ("logistic", "dlrm", "dcnv2", "wukong", "din", "interformer", "gem")
+MODELS_WITH_HISTORY = ("din", "interformer", "gem")
+INTERACTION_SOURCES = ("movielens_100k", "movielens", "kuairand", "bars", "criteo", "synthetic")
 KUAIRAND_LABELS = (
   "is_click",
   "long_view",
@@ -25,27 +25,27 @@ SPLITS = ("time", "user_time")
 
 @dataclasses.dataclass
 class StreamConfig:
-  """gem: what becomes of a stream of events, with sizes of its own (Kunlun's event-level personalisation)."""
+  """gem, interformer: what becomes of a stream of events, with sizes of its own (event-level personalisation)."""
 
-  width: int = 16  # of its events inside the model
+  width: int = 16  # gem: of its events inside the model; those of interformer are as wide as its tokens
   num_heads: int = 2
   window: int | None = 16  # events on either side that an event sees
   block: int | None = None  # or the events of its block, counted from the first; neither: all events
-  neurons: int = 16  # of the personalised feed-forward block
+  neurons: int = 16  # gem: of the personalised feed-forward block
   seeds: int = 8  # that gather from the events
-  pooled_tokens: int | None = 4  # that they are compressed to; None: each seed is a token (PMA)
+  pooled_tokens: int | None = 4  # gem: that they are compressed to; None: each seed is a token (PMA)
 
-  def validate(self, name: str) -> None:
-    """Raises UserError for sizes that cannot work together; `name` is that of the section."""
+  def validate(self, name: str, width_name: str, width: int) -> None:
+    """Raises UserError for sizes that cannot work together; `name` is that of the section, `width` that of events."""
     _require_positive(name, self)
     if self.window is not None and self.block is not None:
       raise UserError(
         f"{name}.window={self.window} and {name}.block={self.block}: an event has one of them; set the other to None"
       )
-    if self.width % self.num_heads or self.width // self.num_heads % 4:
+    if width % self.num_heads or width // self.num_heads % 4:
       raise UserError(
-        f"{name}.width={self.width} / {name}.num_heads={self.num_heads} must be a multiple of 4: half of a head's pairs"
-        " turn with the position, half with time"
+        f"{width_name}={width} / {name}.num_heads={self.num_heads} must be a multiple of 4: half of a head's pairs turn"
+        " with the position, half with time"
       )
 
   @property
@@ -68,10 +68,10 @@ class RecommenderConfig:
   mlp_width: int = 64  # inside a Wukong layer
   mlp_layers: int = 1  # hidden ones inside a Wukong layer
   experts: int = 1  # gem: Wukong layers beside each other, each with its share of the tokens
-  summary_tokens: int = 4  # gem: from which the weights of personalised feed-forward blocks are made
+  summary_tokens: int = 4  # gem, interformer: from which the weights of personalised feed-forward blocks are made
   comp_skip: bool = False  # gem: feed-forward and pooling in every other block, attention in those between
   recompute: bool = False  # gem: blocks are computed again in the backward pass, so that less is kept
-  time_scale: float = 86400.0  # gem: seconds; much younger events are told apart by their position alone
+  time_scale: float = 86400.0  # gem, interformer: seconds; much younger events are told apart by their position alone
   stream: StreamConfig = dataclasses.field(default_factory=StreamConfig)
 
   @property
@@ -89,9 +89,12 @@ class RecommenderConfig:
         f"model.width={self.width}, model.embedding_width={self.embedding_width}, but logistic regression has one"
         " weight for each id; set model.width=1 and leave the other out"
       )
-    if self.kind in ("wukong", "gem") and self.tokens % 2:
+    if self.kind in ("wukong", "interformer", "gem") and self.tokens % 2:
       raise UserError(f"model.tokens={self.tokens} must be even: half of them come from the factorisation machine")
-    self.stream.validate("model.stream")
+    if self.kind == "interformer":  # its events are as wide as its tokens
+      self.stream.validate("model.stream", "model.width", self.width)
+    else:
+      self.stream.validate("model.stream", "model.stream.width", self.stream.width)
 
 
 def _require_positive(name: str, section: Any) -> None:
@@ -101,8 +104,17 @@ def _require_positive(name: str, section: Any) -> None:
       raise UserError(f"{name}.{field}={value} must be positive")
 
 
+# What data.path is, for those that read one.
+_PATHS = {
+  "movielens": "a folder or its ratings file",
+  "kuairand": "the folder with log_standard_*.csv",
+  "bars": "the folder with train.csv and test.csv",
+  "criteo": "train.txt or its folder",
+}
 # Who reads a field that not every source does: elsewhere it would be ignored.
 _FIELDS_OF_SOURCES = {
+  "split": ("movielens_100k", "movielens", "kuairand", "synthetic"),
+  "test_fraction": ("movielens_100k", "movielens", "kuairand", "criteo", "synthetic"),
   "label": ("kuairand",),
   "positive_from": ("movielens_100k", "movielens"),
   "synthetic_users": ("synthetic",),
@@ -115,19 +127,23 @@ _FIELDS_OF_SOURCES = {
 class InteractionsConfig:
   """Where interactions come from and which of them are predicted."""
 
-  source: str = "movielens_100k"  # fetched once; movielens, kuairand: files of data.path; synthetic: of a known teacher
-  path: str | None = None  # a folder; movielens: or its ratings file (.inter, ratings.dat, ratings.csv)
+  source: str = "movielens_100k"  # fetched once; synthetic: of a known teacher; others: files of data.path
+  path: str | None = None  # a folder, or a file: movielens .inter, ratings.dat or ratings.csv, criteo train.txt
   label: str | None = None  # kuairand: the signal that is predicted, one of KUAIRAND_LABELS; None: the first, is_click
-  split: str = "time"  # time: the log is cut at two moments; user_time: each user's events are
-  validation_fraction: float = 0.1  # share of the events that a run is judged by
-  test_fraction: float = 0.1  # share of the latest events, evaluated after the last step alone
+  split: str = "time"  # time: the log is cut at two moments; user_time: each user's events are (not bars, criteo)
+  validation_fraction: float = 0.1  # share of the events that a run is judged by; bars: of train.csv, without valid.csv
+  test_fraction: float = 0.1  # share of the latest events, evaluated after the last step alone; bars has its own
   positive_from: float = 4.0  # movielens: label from which an event counts as positive; other labels are 0 or 1
-  longest: int = 50  # din, gem: events of a history, the newest
+  longest: int = 50  # din, interformer, gem: events of a history, the newest
   synthetic_users: int = 2000  # each with a log-normal number of events, 106 in the mean
   synthetic_items: int = 1000
   synthetic_seed: int = 0  # of the teacher and of what is drawn from it
   loader: str = "auto"  # grain where it is installed, else numpy; both give the same batches
   cache_dir: str | None = None  # fetched files; None: $XDG_CACHE_HOME/sparse-lm or ~/.cache/sparse-lm
+
+  def reads(self, field: str) -> bool:
+    """Whether the source does: what decides only about others is refused."""
+    return self.source in _FIELDS_OF_SOURCES.get(field, INTERACTION_SOURCES)
 
   def validate(self) -> None:
     """Raises UserError for a path that is missing or would be ignored, and for shares out of range."""
@@ -135,14 +151,12 @@ class InteractionsConfig:
       raise UserError(f"data.source={self.source!r} is unknown; allowed: {', '.join(INTERACTION_SOURCES)}")
     if self.split not in SPLITS:
       raise UserError(f"data.split={self.split!r} is unknown; allowed: {', '.join(SPLITS)}")
-    if (self.path is None) == (self.source in ("movielens", "kuairand")):
-      said = (
-        "needs data.path: a folder or its ratings file" if self.path is None else "reads no data.path; leave it out"
-      )
+    if (self.path is None) == (self.source in _PATHS):
+      said = f"needs data.path: {_PATHS[self.source]}" if self.path is None else "reads no data.path; leave it out"
       raise UserError(f"data.source={self.source!r} {said}")
-    for name, sources in _FIELDS_OF_SOURCES.items():
+    for name in _FIELDS_OF_SOURCES:
       value = getattr(self, name)
-      if self.source not in sources and value != getattr(InteractionsConfig, name):
+      if not self.reads(name) and value != getattr(InteractionsConfig, name):
         raise UserError(f"data.source={self.source!r} reads no data.{name}, but it is {value!r}; leave it out")
     if self.label not in (None, *KUAIRAND_LABELS):
       raise UserError(f"data.label={self.label!r} is unknown; allowed: {', '.join(KUAIRAND_LABELS)}")
@@ -155,7 +169,7 @@ class InteractionsConfig:
     if not math.isfinite(self.positive_from):
       raise UserError(f"data.positive_from={self.positive_from} must be a number")
     if self.path == "":
-      raise UserError("data.path='' names nothing; give a folder or its ratings file")
+      raise UserError(f"data.path='' names nothing; give {_PATHS[self.source]}")
     for name, least in (("longest", 0), ("synthetic_users", 1), ("synthetic_items", 1), ("synthetic_seed", 0)):
       if getattr(self, name) < least:
         raise UserError(f"data.{name}={getattr(self, name)} must be at least {least}")

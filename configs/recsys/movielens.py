@@ -17,6 +17,7 @@ _TUNED: dict[str, dict[str, dict[str, Any]]] = {
     "dcnv2": {"training.steps": 300},
     "wukong": {"training.steps": 300},
     "din": {"training.steps": 300},
+    "interformer": {"training.steps": 300},
     "gem": {"training.steps": 300, "tables.learning_rate": 0.1, "model.num_layers": 1},
   },
   "user_time": {
@@ -25,6 +26,7 @@ _TUNED: dict[str, dict[str, dict[str, Any]]] = {
     "dcnv2": {"training.steps": 800},
     "wukong": {"training.steps": 800, "tables.learning_rate": 0.15},
     "din": {"training.steps": 600},
+    "interformer": {"training.steps": 600},
     "gem": {"training.steps": 600, "tables.learning_rate": 0.1, "model.num_layers": 1},
   },
 }

@@ -68,7 +68,7 @@ def require(table: Table, name: str, kind: str) -> int:
   raise UserError(f"{table.file}: line 1: found the columns {found}; {name}:{kind} must be one of them")
 
 
-def _checked_rows(table: Table) -> Iterator[tuple[int, list[str]]]:
+def checked_rows(table: Table) -> Iterator[tuple[int, list[str]]]:
   for number, fields in table.rows:
     if len(fields) != len(table.columns):
       names = ", ".join(column.name for column in table.columns)
@@ -78,7 +78,7 @@ def _checked_rows(table: Table) -> Iterator[tuple[int, list[str]]]:
     yield number, fields
 
 
-def _refusal(table: Table, line: int, place: int, found: str, allowed: str) -> UserError:
+def refusal(table: Table, line: int, place: int, found: str, allowed: str) -> UserError:
   return UserError(
     f"{table.file}: line {line}: column {place + 1} ({table.columns[place].name}): found {found!r}; {allowed}"
   )
@@ -114,7 +114,7 @@ def whole_number(text: str) -> int:
   return value
 
 
-class _Ids(dict[str, int]):
+class Ids(dict[str, int]):
   """Numbers names from 0, in the order in which they are first asked for."""
 
   def __missing__(self, name: str) -> int:
@@ -129,7 +129,7 @@ class _Values:
     self.column = column
     self.is_numeric = column.kind in ("float", "count")
     self.numbers, self.ids, self.offsets = array.array("f"), array.array("i"), array.array("i", [0])
-    self.vocabulary = _Ids()
+    self.vocabulary = Ids()
 
   def append(self, text: str) -> None:
     kind, unknown = self.column.kind, self.column.unknown
@@ -175,17 +175,17 @@ def read_entities(file: Path | None, open_table: Callable[[Path], Table], key: s
   key_place = require(table, key, "token")
   line_of: dict[str, int] = {}
   features = {k: _Values(it) for k, it in enumerate(table.columns) if k != key_place and it.kind != "unread"}
-  for line, fields in _checked_rows(table):
+  for line, fields in checked_rows(table):
     name = fields[key_place]
     if not name or name in line_of:
       allowed = f"it is that of line {line_of[name]} too" if name else "a name is required"
-      raise _refusal(table, line, key_place, name, allowed)
+      raise refusal(table, line, key_place, name, allowed)
     line_of[name] = line
     for k, values in features.items():
       try:
         values.append(fields[k])
       except ValueError:
-        raise _refusal(table, line, k, fields[k], "it must be a finite number") from None
+        raise refusal(table, line, k, fields[k], "it must be a finite number") from None
   return Entities(
     names=list(line_of),
     numeric={it.column.name: it.numeric_R for it in features.values() if it.is_numeric},
@@ -234,18 +234,18 @@ def read_events(
     if label is not None:
       numbers.append((place_of[label.name], label, label_N))
     before = len(user_N)
-    for line, fields in _checked_rows(table):
+    for line, fields in checked_rows(table):
       for k, ids, ids_N in names:
         try:
           ids_N.append(ids[fields[k]])
         except KeyError:
           known = f"it must be one of the {len(ids)} in the file of {table.columns[k].name.removesuffix('_id')}s"
-          raise _refusal(table, line, k, fields[k], known) from None
+          raise refusal(table, line, k, fields[k], known) from None
       for k, field, column_N in numbers:
         try:
           column_N.append(field.parse(fields[k]))
         except ValueError:
-          raise _refusal(table, line, k, fields[k], field.allowed) from None
+          raise refusal(table, line, k, fields[k], field.allowed) from None
     if len(user_N) == before:
       raise UserError(f"{table.file}: holds no interactions")
   return Events(
@@ -259,4 +259,4 @@ def read_events(
 
 
 def _numbering(entities: Entities | None) -> dict[str, int]:
-  return _Ids() if entities is None else {name: row for row, name in enumerate(entities.names)}
+  return Ids() if entities is None else {name: row for row, name in enumerate(entities.names)}

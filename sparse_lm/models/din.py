@@ -6,8 +6,10 @@ s_t is an event, i the item, x all tokens of the features. Weights are no softma
 there was. The paper's activation (Dice, which normalises over the batch) is relu here: a score does not depend on who
 shares the batch.
 
-Dimension key: B samples, N interaction tokens, D width, T packed events.
+Dimension key: B samples, N interaction tokens, D width, E of a table's row, T packed events, S streams.
 """
+
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -24,17 +26,23 @@ class Din(nnx.Module):
   """The module's equation. Its activation unit has `head_width / 2` hidden neurons."""
 
   def __init__(self, config: RecommenderConfig, features: int, numeric: int, recipe: Recipe, *, rngs: nnx.Rngs):
-    width = config.width
+    width = config.table_width  # of events, and of the item that they are compared with
     self.tokens = FeatureTokens(config, features, numeric, recipe, rngs=rngs)
     self.activation_unit = MLP((3 * width, config.head_width // 2, 1), "relu", recipe, rngs=rngs)
-    self.head = LogitHead((self.tokens.number + 1) * width, config, recipe, rngs=rngs)
+    self.head = LogitHead(self.tokens.number * config.width + width, config, recipe, rngs=rngs)
 
   def __call__(self, inputs: Inputs) -> jax.Array:
     """logit_B."""
     (stream,) = inputs.streams
-    s_TD = clear_padding(stream.events_TD, stream.offsets)
-    item_TD = spread(inputs.item_BD, stream.offsets, len(s_TD))
-    weight_T1 = self.activation_unit(jnp.concatenate([s_TD, s_TD * item_TD, item_TD], axis=1))
-    interest_BD = total(weight_T1 * s_TD, stream.offsets)
+    s_TE = clear_padding(stream.events_TD, stream.offsets)
+    item_TE = spread(inputs.item_BD, stream.offsets, len(s_TE))
+    weight_T1 = self.activation_unit(jnp.concatenate([s_TE, s_TE * item_TE, item_TE], axis=1))
+    interest_BE = total(weight_T1 * s_TE, stream.offsets)
     x_BND = self.tokens(inputs)
-    return self.head(jnp.concatenate([x_BND.reshape(len(x_BND), -1), interest_BD], axis=1))
+    return self.head(jnp.concatenate([x_BND.reshape(len(x_BND), -1), interest_BE], axis=1))
+
+  def flops(self, lengths_SB: Sequence[Sequence[int]]) -> int:
+    """Of a forward pass: those of the activation unit for each event, of the other parts for each sample."""
+    (lengths,) = lengths_SB
+    of_sample = self.tokens.flops() + self.head.flops()
+    return sum(lengths) * self.activation_unit.flops() + len(lengths) * of_sample

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pallas_kernels import jagged
+from sparse_lm.models.age import AgeEmbedding
 from sparse_lm.models.features import FeatureTokens, Inputs, LogitHead, Stream, to_width, wukong_config
 from sparse_lm.models.interformer import TokenSummary
 from sparse_lm.models.mlp import MLP
@@ -206,6 +207,7 @@ class GemBlock(nnx.Module):
 class Meeting(nnx.Module):
   """What events have to do with the item that is predicted: [c_t | w_t] = MLP([e_t | e_t * i | i]). Our addition.
 
+  e_t is the event and what its age says (`age`).
   s_t = e_t + c_t is what the blocks get: what they pool is otherwise a mean that knows the item by the personalised
   network alone. The head gets sum_t w_t e_t (as in DIN), which also tells how many events there are.
   """
@@ -213,17 +215,18 @@ class Meeting(nnx.Module):
   def __init__(self, config: RecommenderConfig, stream: StreamConfig, recipe: Recipe, *, rngs: nnx.Rngs):
     self.mlp = MLP((3 * config.table_width, config.head_width, stream.width + 1), "relu", recipe, rngs=rngs)
     self.widen = to_width(config.table_width, stream.width, recipe, rngs=rngs)
+    self.age = AgeEmbedding(config.table_width, recipe)
 
   def __call__(self, stream: Stream, item_BE: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(s_TD, interest_BE)."""
-    e_TE = clear_padding(stream.events_TD, stream.offsets)
+    e_TE = clear_padding(stream.events_TD, stream.offsets) + self.age(stream.age_T, stream.offsets)
     item_TE = spread(item_BE, stream.offsets, len(e_TE))
     met_TF = self.mlp(jnp.concatenate([e_TE, e_TE * item_TE, item_TE], axis=1))
     return met_TF[:, :-1] + self.widen(e_TE), total(met_TF[:, -1:] * e_TE, stream.offsets)
 
   def flops(self, lengths: Sequence[int]) -> int:
     """Those of its parts for each event."""
-    return sum(lengths) * (self.mlp.flops() + self.widen.flops())
+    return sum(lengths) * (self.mlp.flops() + self.widen.flops() + self.age.flops())
 
 
 class GemRecommender(nnx.Module):

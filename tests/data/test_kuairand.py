@@ -254,7 +254,8 @@ def test_logs_in_a_folder_and_in_its_data_are_refused(tmp_path):
 @pytest.mark.parametrize(
   ("changes", "said"),
   [
-    ({"path": None}, r"data\.source='kuairand' needs data\.path"),
+    ({"path": None}, r"data\.source='kuairand' needs data\.path: the folder with log_standard_\*\.csv$"),
+    ({"path": ""}, r"data\.path='' names nothing; give the folder with log_standard_"),
     ({"label": "is_nice"}, r"data\.label='is_nice' is unknown; allowed: is_click, long_view, is_like"),
     ({"label": ""}, r"data\.label='' is unknown"),
     ({"positive_from": 3.0}, "data.source='kuairand' reads no data.positive_from, but it is 3.0; leave it out"),

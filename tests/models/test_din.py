@@ -4,34 +4,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import recommender_inputs
 from flax import nnx
 
 from sparse_lm.models.din import Din
-from sparse_lm.models.features import Inputs, Stream
 from sparse_lm.precision.recipes import RECIPES
 from sparse_lm.recsys_config import RecommenderConfig
 
-WIDTH, FEATURES = 4, 3
+WIDTH, EMBEDDING, FEATURES = 4, 5, 3
 
 
 @pytest.fixture
 def model():
-  config = RecommenderConfig(kind="din", width=WIDTH, head_width=6)
+  config = RecommenderConfig(kind="din", width=WIDTH, embedding_width=EMBEDDING, head_width=6)
   return Din(config, FEATURES, 0, RECIPES["fp32"], rngs=nnx.Rngs(0))
 
 
-def inputs_of(lengths, padding=0, seed=0):
-  rng = np.random.default_rng(seed)
-  offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-  tokens_BFD = rng.normal(size=(len(lengths), FEATURES, WIDTH)).astype(np.float32)
-  events_TD = rng.normal(size=(offsets[-1], WIDTH)).astype(np.float32)
-  events_TD = np.concatenate([events_TD, np.full((padding, WIDTH), np.nan, np.float32)])
-  return Inputs(
-    tokens_BFD=jnp.asarray(tokens_BFD),
-    item_BD=jnp.asarray(tokens_BFD[:, 1]),
-    numeric_BN=jnp.zeros((len(lengths), 0)),
-    streams=(Stream(jnp.asarray(events_TD), jnp.zeros(len(events_TD)), jnp.asarray(offsets)),),
-  )
+def inputs_of(lengths, padding=0):
+  return recommender_inputs.inputs_of(lengths, features=FEATURES, numeric=0, width=EMBEDDING, padding=padding)
 
 
 def mlp(module, x):
@@ -41,12 +31,13 @@ def mlp(module, x):
 
 def oracle(model, inputs):
   logits, (stream,) = [], inputs.streams
+  w_DE, b_D = (np.asarray(parameter[...]) for parameter in (model.tokens.widen.w_FD, model.tokens.widen.b_F))
   for b, (begin, end) in enumerate(zip(stream.offsets[:-1], stream.offsets[1:])):
     item = np.asarray(inputs.item_BD[b])
-    interest = np.zeros(WIDTH)
+    interest = np.zeros(EMBEDDING)
     for event in np.asarray(stream.events_TD[begin:end]):
       interest += mlp(model.activation_unit, np.concatenate([event, event * item, item])) * event
-    x = np.concatenate([np.asarray(inputs.tokens_BFD[b]).ravel(), interest])
+    x = np.concatenate([np.asarray(inputs.tokens_BFD[b]) @ w_DE.T + b_D, interest[None]], axis=None)
     logits.append(mlp(model.head.mlp, x)[0])
   return np.array(logits)
 

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import recommender_inputs
 from flax import nnx
-from packed_rows import assert_close, dot_flops, jit, offsets_of
+from packed_rows import assert_close, dot_flops, jit
+from recommender_inputs import sample_of, visible_pairs
 
-from sparse_lm.models.features import Inputs, Stream
 from sparse_lm.models.gem import GemRecommender
 from sparse_lm.precision.recipes import RECIPES
 from sparse_lm.recsys_config import RecommenderConfig, StreamConfig
@@ -26,35 +27,8 @@ def model_of(config=CONFIG, **changes):
   return GemRecommender(config, FEATURES, NUMERIC, LONGEST, RECIPES["fp32"], rngs=nnx.Rngs(0))
 
 
-def inputs_of(lengths, padding=0, seed=0):
-  """With NaN behind the last event."""
-  rng = np.random.default_rng(seed)
-  number, offsets = len(lengths), offsets_of(lengths)
-  events_TD = np.full((sum(lengths) + padding, EMBEDDING), np.nan, np.float32)
-  events_TD[: sum(lengths)] = rng.normal(size=(sum(lengths), EMBEDDING))
-  ages = [np.sort(rng.integers(1, 10**6, size=length))[::-1] for length in lengths]
-  tokens_BFD = rng.normal(size=(number, FEATURES, EMBEDDING)).astype(np.float32)
-  return Inputs(
-    tokens_BFD=jnp.asarray(tokens_BFD),
-    item_BD=jnp.asarray(tokens_BFD[:, 1]),
-    numeric_BN=jnp.asarray(rng.normal(size=(number, NUMERIC)), jnp.float32),
-    streams=(
-      Stream(
-        events_TD=jnp.asarray(events_TD),
-        age_T=jnp.asarray(np.concatenate([*ages, np.zeros(padding)]), jnp.float32),
-        offsets=jnp.asarray(offsets),
-      ),
-    ),
-  )
-
-
-def sample_of(inputs, b):
-  """The b-th sample alone."""
-  ((events_TD, age_T, offsets),) = inputs.streams
-  begin, end = int(offsets[b]), int(offsets[b + 1])
-  stream = Stream(events_TD[begin:end], age_T[begin:end], jnp.asarray([0, end - begin], jnp.int32))
-  one = lambda x: x[b : b + 1]
-  return Inputs(one(inputs.tokens_BFD), one(inputs.item_BD), one(inputs.numeric_BN), (stream,))
+def inputs_of(lengths, padding=0, width=EMBEDDING):
+  return recommender_inputs.inputs_of(lengths, features=FEATURES, numeric=NUMERIC, width=width, padding=padding)
 
 
 def wiring(model, inputs, comp_skip):
@@ -116,15 +90,6 @@ def test_comp_skip_leaves_out_what_nothing_reads():
   assert parts(model_of(num_layers=2)) == [["feedforward", "attention", "pooling"]] * 2
 
 
-def visible_pairs(stream, lengths):
-  """Counted one by one."""
-  sees = lambda i, j: (
-    (stream.window is None or abs(i - j) <= stream.window)
-    and (stream.block is None or i // stream.block == j // stream.block)
-  )
-  return sum(sees(i, j) for length in lengths for i in range(length) for j in range(length))
-
-
 @pytest.mark.parametrize(
   ("changes", "stream"),
   [
@@ -134,17 +99,17 @@ def visible_pairs(stream, lengths):
     ({"embedding_width": None, "mlp_layers": 2}, {"pooled_tokens": None}),
   ],
 )
-def test_flops_are_those_of_projections_and_visible_pairs(changes, stream, monkeypatch):
+def test_flops_are_those_of_projections_and_visible_pairs(changes, stream):
   lengths = [3, 0, 9]
   stream = dataclasses.replace(STREAM, **stream)
-  monkeypatch.setitem(globals(), "EMBEDDING", changes.get("embedding_width", EMBEDDING) or CONFIG.width)
+  width = changes.get("embedding_width", EMBEDDING) or CONFIG.width
   model = model_of(stream=stream, **changes)
   layers = changes.get("num_layers", 2)
   attending = layers // 2 if changes.get("comp_skip") else layers
   transforming = layers - attending if changes.get("comp_skip") else layers
   attention = 4 * stream.width * visible_pairs(stream, lengths) * attending
   attention += 4 * stream.width * sum(lengths) * (stream.neurons + stream.seeds) * transforming
-  expected = dot_flops(lambda inputs: model(inputs), inputs_of(lengths)) + attention
+  expected = dot_flops(lambda inputs: model(inputs), inputs_of(lengths, width=width)) + attention
   assert model.flops([lengths]) == expected
 
 

@@ -167,7 +167,7 @@ def test_what_fills_up_a_batch_changes_nothing_even_as_nan(step):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["logistic", "dcnv2", "wukong", "gem"])
+@pytest.mark.parametrize("kind", ["logistic", "dcnv2", "wukong", "interformer", "gem"])
 def test_every_kind_of_model_learns_and_predicts_one_sample_as_among_others(kind, config, tmp_path):
   width = 1 if kind == "logistic" else 16
   config = config_io.overlay(config, {"model.kind": kind, "model.width": width, "training.steps": 60})
