@@ -46,12 +46,13 @@ def record_cases(folder: str, asked: Json, cases: Iterable[Json], table: Callabl
     table: Markdown of all of them.
 
   Raises:
-    UserError: the folder holds a record; nothing is measured then.
+    UserError: the folder holds a record, or cannot be written; nothing is measured then.
   """
   try:
     record = bench.Record(folder, asked)
-  except FileExistsError as error:
-    raise UserError(str(error)) from None
+  except OSError as error:
+    why = f"{error.strerror}; name a folder that can be written" if error.errno else error  # ours has no number
+    raise UserError(f"--record={folder}: {why}") from None
   for case in cases:
     print(case, file=sys.stderr, flush=True)
     record.add(case)

@@ -14,6 +14,7 @@ import errno
 import functools
 import inspect
 import io
+import math
 import os
 import pathlib
 import runpy
@@ -241,7 +242,12 @@ def _leave(message: str, exit_code: int) -> None:
 def _parse_flags(argv: list[str], flag_values: flags.FlagValues = flags.FLAGS) -> list[str]:
   """Returns the arguments that are no flags, argv[0] first."""
   try:
-    return flag_values(argv)
+    rest = flag_values(argv)
+    for name in flag_values:
+      value = flag_values[name].value
+      if isinstance(value, float) and math.isnan(value) and not name.startswith("config."):  # it passes every bound
+        raise UserError(f"--{name}=nan is no number; give one, or leave the flag out")
+    return rest
   except SystemExit:
     raise SystemExit(0) from None  # --help was asked for and given; absl would leave with 1
   except flags.UnrecognizedFlagError as error:
@@ -340,6 +346,8 @@ def _failure_of_file(error: BaseException, filename: str, function: str) -> str:
   """Says what went wrong in a config or sweep file, and in which of its lines."""
   if isinstance(error, KeyError) and error.args == (function,):
     return f"defines no {function}()"
+  if isinstance(error, UserError):  # the file says itself what may be asked of it
+    return str(error)
   lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == filename]
   if isinstance(error, SyntaxError):
     lines.append(error.lineno)

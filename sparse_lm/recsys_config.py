@@ -89,6 +89,11 @@ class RecommenderConfig:
         f"model.width={self.width}, model.embedding_width={self.embedding_width}, but logistic regression has one"
         " weight for each id; set model.width=1 and leave the other out"
       )
+    if self.kind == "gem" and self.comp_skip and self.num_layers < 3:
+      raise UserError(
+        f"model.num_layers={self.num_layers} with model.comp_skip=True has no attention, which every other block"
+        " between the first and the last has; set at least 3 layers, or comp_skip=False"
+      )
     if self.kind in ("wukong", "interformer", "gem") and self.tokens % 2:
       raise UserError(f"model.tokens={self.tokens} must be even: half of them come from the factorisation machine")
     if self.kind == "interformer":  # its events are as wide as its tokens

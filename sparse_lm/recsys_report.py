@@ -1,6 +1,8 @@
 """Runs of recommenders side by side, several seeds a model: a table, and what it is compared with."""
 
+import functools
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from pallas_kernels import bench
+from sparse_lm import config_io
 from sparse_lm.data.recsys import Parts
 from sparse_lm.errors import UserError
 from sparse_lm.evaluation.biases import bias_logits
@@ -54,20 +57,47 @@ def read_floors(folder: Path) -> dict[str, Json]:
 
 
 def by_model(runs: Mapping[str, RunRecord]) -> dict[str, list[RunRecord]]:
-  """Runs of one model, that is, those whose configs differ in the seed alone; models in the order of MODEL_KINDS.
+  """Runs of one model, that is, those whose configs differ in the seed alone; kinds in the order of MODEL_KINDS.
+
+  A model has the name of its kind; several of one kind say in which fields they differ.
 
   Raises:
-    UserError: a run is unfinished or was not tested, or two runs of a kind differ in more than the seed.
+    UserError: a run is unfinished, was not tested, or has lost what its test found.
   """
-  groups: dict[str, list[RunRecord]] = {}
+  groups: list[list[RunRecord]] = []
   for name, run in runs.items():
     if not run.finished or "test_ne" not in run.last:
       raise UserError(f"run {name!r} is at step {run.last['step']} of {run.steps} or has no test; finish it first")
-    group = groups.setdefault(run.config["model"]["kind"], [])
-    if group and group[0].config | {"seed": None} != run.config | {"seed": None}:
-      raise UserError(f"run {name!r} differs in more than its seed from another of its kind; give it a folder apart")
-    group.append(run)
-  return {kind: groups[kind] for kind in MODEL_KINDS if kind in groups}
+    for metric in (f"test_{metric}" for metric in _METRICS if metric != "gauc"):  # no user may have both labels
+      value = run.last.get(metric)
+      if not isinstance(value, int | float) or not math.isfinite(value):
+        raise UserError(
+          f"run {name!r}: {metric} of its last step is {value}, which is no number; evaluate more, or run it again"
+        )
+    same = next((group for group in groups if _but_seed(group[0]) == _but_seed(run)), None)
+    if same is None:
+      groups.append([run])
+    else:
+      same.append(run)
+  named: dict[str, list[RunRecord]] = {}
+  for kind in MODEL_KINDS:
+    of_kind = [group for group in groups if group[0].config["model"]["kind"] == kind]
+    named |= dict(zip(_names(kind, [group[0] for group in of_kind]), of_kind))
+  return named
+
+
+def _but_seed(run: RunRecord) -> Json:
+  return run.config | {"seed": None}
+
+
+def _names(kind: str, runs: Sequence[RunRecord]) -> list[str]:
+  """The kind alone if there is one run of it at most, else with the fields in which they differ."""
+  if len(runs) < 2:
+    return [kind for _ in runs]
+  first = _but_seed(runs[0])
+  fields = sorted({name for run in runs for name, _, _ in config_io.differences(first, _but_seed(run))})
+  value = lambda run, field: functools.reduce(lambda section, name: section[name], field.split("."), run.config)
+  return [f"{kind}, " + ", ".join(f"{field}={value(run, field)}" for field in fields) for run in runs]
 
 
 def markdown_table(models: Mapping[str, Sequence[RunRecord]], floors: Mapping[str, Json]) -> str:
@@ -75,7 +105,7 @@ def markdown_table(models: Mapping[str, Sequence[RunRecord]], floors: Mapping[st
   header = ["model", "seeds", "steps", *_METRICS.values()]
   rows = [[name, "-", "-", *(f"{found[metric]:.4f}" for metric in _METRICS)] for name, found in floors.items()]
   for kind, runs in models.items():
-    values = ([run.last[f"test_{metric}"] for run in runs] for metric in _METRICS)
+    values = ([run.last.get(f"test_{metric}", math.nan) for run in runs] for metric in _METRICS)
     rows.append([kind, str(len(runs)), str(runs[0].steps), *map(interval, values)])
   return bench.markdown_table(header, rows)
 
@@ -91,7 +121,9 @@ def ranking_table(runs: Mapping[str, RunRecord]) -> str:
 
 
 def interval(values: Sequence[float]) -> str:
-  """`mean ± half the 95 % interval of the mean`, by Student's t; of one value, that."""
+  """`mean ± half the 95 % interval of the mean`, by Student's t; of one value, that; `-` where one is no number."""
+  if not all(map(math.isfinite, values)):
+    return "-"
   mean = f"{statistics.fmean(values):.4f}"
   if len(values) == 1:
     return mean

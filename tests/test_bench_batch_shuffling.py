@@ -100,7 +100,8 @@ def test_a_run_leaves_a_record_and_its_table(tmp_path, monkeypatch, capsys):
   )
 
 
-def test_wrong_calls_are_refused():
+def test_wrong_calls_are_refused(tmp_path):
+  (tmp_path / "file").touch()
   wrong = {
     "--record is missing": [],
     "'more' is not a flag": ["--record=x", "more"],
@@ -108,6 +109,9 @@ def test_wrong_calls_are_refused():
     "--log_scale=0": ["--record=x", "--log_scale=0"],
     "--median_length=0.5": ["--record=x", "--median_length=0.5"],
     "--longest=0": ["--record=x", "--longest=0"],
+    "--median_length=nan is no number": ["--record=x", "--median_length=nan"],
+    f"--record={tmp_path}/file: File exists; name a folder": [f"--record={tmp_path}/file"],
+    f"--record={tmp_path}/file/x: Not a directory; name a folder": [f"--record={tmp_path}/file/x"],
   }
   found = program.refusals("experiments.bench_batch_shuffling", *wrong.values())
   assert all(said in line for said, line in zip(wrong, found, strict=True)), found

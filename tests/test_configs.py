@@ -15,6 +15,7 @@ from sparse_lm.config import LmConfig
 from sparse_lm.errors import UserError
 from sparse_lm.flags import load_config, parse_config
 from sparse_lm.models.transformer import Transformer
+from sparse_lm.recsys_config import RecommenderConfig, RecsysConfig
 
 ROOT = pathlib.Path(__file__).parent.parent
 GOLDEN = ROOT / "tests" / "golden" / "configs"
@@ -40,6 +41,17 @@ OTHER_SIZES = {"tiny": (0.5, 3), "small": (28, 34), "medium": (110, 130), "wide"
 def _in_the_repository(monkeypatch):
   monkeypatch.chdir(ROOT)
   monkeypatch.syspath_prepend(ROOT)  # where `python -m experiments...` finds `configs`
+
+
+@pytest.mark.parametrize(
+  ("path", "allowed"),
+  [("movielens", "logistic, dlrm, .*, gem"), ("distill", "teacher, alone, student, adapter")],
+)
+def test_a_name_that_a_config_does_not_know_is_answered_with_those_it_does(path, allowed):
+  with pytest.raises(
+    UserError, match=rf"^--config=configs/recsys/{path}.py:bogus: \w+ 'bogus' is unknown; allowed: {allowed}$"
+  ):
+    load_config(f"configs/recsys/{path}.py:bogus", RecsysConfig)
 
 
 def load(name):
@@ -142,3 +154,10 @@ def test_a_warmup_as_long_as_the_run_is_refused_by_both_names(steps):
   config.training.steps = steps
   with pytest.raises(UserError, match=rf"warmup_steps=30 must be less than training\.steps={steps}"):
     config.validate()
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_comp_skip_without_a_block_that_attends_is_refused(num_layers):
+  with pytest.raises(UserError, match=f"^model.num_layers={num_layers} with model.comp_skip=True has no attention"):
+    RecommenderConfig(comp_skip=True, num_layers=num_layers).validate()
+  RecommenderConfig(comp_skip=True, num_layers=3).validate()

@@ -16,6 +16,7 @@ MAY_IMPORT = {
   "configs": (
     "configs",
     "sparse_lm.config",
+    "sparse_lm.errors",
     "sparse_lm.next_item_config",
     "sparse_lm.recsys_config",
     "sparse_lm.table_config",

@@ -50,11 +50,24 @@ def test_unfinished_runs_and_runs_without_a_test_are_refused(other):
     recsys_report.by_model({"a": run_of("gem"), "b": other})
 
 
-def test_runs_of_a_kind_that_differ_in_more_are_refused():
-  other = run_of("gem", 1)
+def test_models_of_a_kind_are_named_by_the_fields_in_which_they_differ():
+  other, third = run_of("gem", 1), run_of("gem", 2)
   other.config["tables"]["learning_rate"] = 0.5
-  with pytest.raises(UserError, match="run 'b' differs in more than its seed"):
-    recsys_report.by_model({"a": run_of("gem"), "b": other})
+  third.config["tables"]["learning_rate"] = 0.5
+  groups = recsys_report.by_model({"a": run_of("gem"), "b": other, "c": third, "d": run_of("dlrm")})
+  assert list(groups) == ["dlrm", "gem, tables.learning_rate=0.05", "gem, tables.learning_rate=0.5"]
+  assert [len(group) for group in groups.values()] == [1, 1, 2]
+
+
+@pytest.mark.parametrize("lost", [float("nan"), None, "0.9"])
+def test_a_run_that_has_lost_a_metric_is_named(lost):
+  with pytest.raises(UserError, match=r"run 'a': test_ne of its last step is .*run it again"):
+    recsys_report.by_model({"a": run_of("gem", test_ne=lost)})
+
+
+def test_auc_within_users_may_be_of_no_user():
+  groups = recsys_report.by_model({"a": run_of("gem", test_gauc=float("nan"))})
+  assert recsys_report.markdown_table(groups, {}).splitlines()[-1] == "| gem | 1 | 10 | 0.9000 | 0.7000 | - | 1.0000 |"
 
 
 def test_rankings_stand_under_that_by_popularity():

@@ -12,6 +12,7 @@ python -m experiments.train_recsys --config=configs/recsys/distill.py:adapter --
 """
 
 from sparse_lm.config import CheckpointConfig
+from sparse_lm.errors import UserError
 from sparse_lm.recsys_config import DistillationConfig, InteractionsConfig, RecommenderConfig, RecsysConfig
 
 _TEACHER = "runs/distill/teacher"
@@ -24,7 +25,11 @@ _STUDENTS = {
 
 
 def get_config(role: str = "adapter") -> RecsysConfig:
-  return _teacher() if role == "teacher" else _student(_STUDENTS[role])
+  if role == "teacher":
+    return _teacher()
+  if role not in _STUDENTS:
+    raise UserError(f"role {role!r} is unknown; allowed: teacher, {', '.join(_STUDENTS)}")
+  return _student(_STUDENTS[role])
 
 
 def _teacher() -> RecsysConfig:

@@ -7,9 +7,10 @@ python -m experiments.train_recsys --config=configs/recsys/movielens.py:dlrm --w
 from typing import Any
 
 from sparse_lm.config import CheckpointConfig
+from sparse_lm.errors import UserError
 from sparse_lm.recsys_config import MODEL_KINDS, RecsysConfig
 
-# What validation preferred, of 300 to 800 steps and rates of 0.05 to 0.15, for one seed.
+# What validation preferred, of 300 to 800 steps and rates of 0.05 to 0.15, for one seed; interformer: as din.
 _TUNED: dict[str, dict[str, dict[str, Any]]] = {
   "time": {
     "logistic": {"training.steps": 800, "tables.learning_rate": 0.15},
@@ -37,6 +38,8 @@ _UNTUNED = {"model.width": 16, "model.num_layers": 2, "tables.learning_rate": 0.
 
 def tuned(kind: str, split: str) -> dict[str, Any]:
   """Fields of a kind of model on a split of the data, whatever the config had before."""
+  if kind not in MODEL_KINDS:
+    raise UserError(f"model {kind!r} is unknown; allowed: {', '.join(MODEL_KINDS)}")
   width = {"model.width": 1} if kind == "logistic" else {}
   return {"model.kind": kind, "data.split": split, "training.eval_every": 100} | _UNTUNED | width | _TUNED[split][kind]
 

@@ -69,6 +69,7 @@ def require(table: Table, name: str, kind: str) -> int:
 
 
 def checked_rows(table: Table) -> Iterator[tuple[int, list[str]]]:
+  """Yields (line, fields); raises UserError for a line with another number of fields than there are columns."""
   for number, fields in table.rows:
     if len(fields) != len(table.columns):
       names = ", ".join(column.name for column in table.columns)
@@ -79,6 +80,7 @@ def checked_rows(table: Table) -> Iterator[tuple[int, list[str]]]:
 
 
 def refusal(table: Table, line: int, place: int, found: str, allowed: str) -> UserError:
+  """Says of a field what was found where, and what is allowed."""
   return UserError(
     f"{table.file}: line {line}: column {place + 1} ({table.columns[place].name}): found {found!r}; {allowed}"
   )

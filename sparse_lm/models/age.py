@@ -2,8 +2,8 @@
 
   a(dt) = sum_k max(0, 1 - |x - k|) v_k,   x = log2(1 + dt) KNOTS_PER_OCTAVE
 
-It is linear between the knots v_k, so that ages which are alike have vectors which are, whatever side of a bucket's edge
-they fall on. Rotary angles tell an attention how far apart two events are; only this tells how old one is.
+It is linear between the knots v_k, so that ages which are alike have vectors which are: no bucket's edge parts them.
+Rotary angles tell an attention how far apart two events are; only this tells how old one is.
 
 Dimension key: T packed events, B rows, A knots, D width. `offsets` is i32[B + 1]; see `packed`.
 """

@@ -23,7 +23,9 @@ def _expected(age: AgeEmbedding, age_T) -> np.ndarray:
   return np.stack([np.interp(place_T, np.arange(KNOTS), knots_A) for knots_A in np.asarray(age.knots_DA[...])], axis=1)
 
 
-@pytest.mark.parametrize("age_T", [[0.0], [1.0], [-5.0], [0.3, 3.0, 59.0, 3600.0, 86400.0, 3e7], [2e9, 2.0**31.5, 1e12]])
+@pytest.mark.parametrize(
+  "age_T", [[0.0], [1.0], [-5.0], [0.3, 3.0, 59.0, 3600.0, 86400.0, 3e7], [2e9, 2.0**31.5, 1e12]]
+)
 def test_an_age_is_interpolated_between_its_knots_and_the_last_one_holds_for_all_older(age_T):
   age = _learnt()
   a_TD = age(jnp.asarray(age_T, jnp.float32), jnp.asarray([0, len(age_T)], jnp.int32))
