@@ -120,7 +120,7 @@ def write_documents(*, check: bool) -> None:
 
 
 def _document_tables() -> dict[str, Callable[[], str]]:
-  from experiments import attention_tables, ffn_tables, ffn_training
+  from experiments import attention_tables, ffn_tables, ffn_training, recsys_ladder, recsys_modules
   from pallas_kernels import bench
   from sparse_lm.tables import decode_table, fill, sparse_table, speed_table, to_markdown
 
@@ -137,6 +137,8 @@ def _document_tables() -> dict[str, Callable[[], str]]:
     "trained_small": lambda: _trained_table("small"),
     "movielens_time": lambda: _movielens_table("time"),
     "movielens_users": lambda: _movielens_table("users"),
+    "recsys_modules": lambda: recsys_modules.table(cases("bench_recsys_modules")),
+    "recsys_ladder": lambda: recsys_ladder.table(cases("bench_recsys_ladder", "bench_recsys_comp_skip")),
     "speed": lambda: speed_table(cases("bench_lm_dense")),
     "decode": lambda: decode_table(cases("bench_generate_decode")),
     "sparse": lambda: sparse_table(cases("bench_lm_sparse", "bench_lm_sparse_2b")),
