@@ -45,7 +45,11 @@ def _in_the_repository(monkeypatch):
 
 @pytest.mark.parametrize(
   ("path", "allowed"),
-  [("movielens", "logistic, dlrm, .*, gem"), ("distill", "teacher, alone, student, adapter")],
+  [
+    ("movielens", "logistic, dlrm, .*, gem"),
+    ("distill", "teacher, alone, student, adapter"),
+    ("synthetic", "small, large"),
+  ],
 )
 def test_a_name_that_a_config_does_not_know_is_answered_with_those_it_does(path, allowed):
   with pytest.raises(
@@ -161,3 +165,11 @@ def test_comp_skip_without_a_block_that_attends_is_refused(num_layers):
   with pytest.raises(UserError, match=f"^model.num_layers={num_layers} with model.comp_skip=True has no attention"):
     RecommenderConfig(comp_skip=True, num_layers=num_layers).validate()
   RecommenderConfig(comp_skip=True, num_layers=3).validate()
+
+
+def test_the_large_synthetic_set_is_seen_once_by_heads_that_kernels_have():
+  config = load_config("configs/recsys/synthetic.py:large", RecsysConfig)
+  config.validate()
+  # Users have 106 events in the mean, of which 8 in 10 are trained on.
+  assert config.training.steps * config.training.batch_size == pytest.approx(0.8 * 106 * 60_000, rel=0.02)
+  assert config.model.stream.width // config.model.stream.num_heads in (64, 96, 128)
