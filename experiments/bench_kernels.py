@@ -16,7 +16,7 @@ from absl import flags
 
 from pallas_kernels import bench, device
 from pallas_kernels.embedding import bag_hopper, reference, shapes
-from sparse_lm.benchmark import RECORD
+from sparse_lm.benchmark import RECORD, record_cases
 from sparse_lm.errors import UserError
 from sparse_lm.flags import run
 
@@ -127,20 +127,18 @@ def table(cases: list[dict]) -> str:
   return f"{bench.markdown_table(header, rows)}\n{ceiling}"
 
 
-def run_cases(folder: str, *, only: str = "", sweep: bool = False, interpret: bool = False) -> str:
-  """Runs the cases whose name contains `only`, writes the record, and returns its table."""
+def run_cases(folder: str, *, only: str = "", sweep: bool = False, interpret: bool = False) -> None:
+  """Runs the cases whose name contains `only`, writes the record, and prints its table."""
   chosen = {name: shape for name, shape in shapes.BENCHMARK.items() if only in name}
   if not chosen:
     raise UserError(f"--only={only} is part of no case's name; the cases are {', '.join(shapes.BENCHMARK)}")
-  record = bench.Record(folder, {"only": only, "sweep": sweep, "cases": list(chosen)})
-  limits = bench.ceilings()
-  for name, shape in chosen.items():
-    for case in time_bag(name, shape, limits, sweep=sweep, interpret=interpret):
-      record.add(case)
-      print(f"{name} {case['config']}: {case['ms']:.3f} ms", flush=True)
-  text = table(bench.load_cases(record.folder))
-  (record.folder / "table.md").write_text(text)
-  return text
+
+  def cases():
+    limits = bench.ceilings()
+    for name, shape in chosen.items():
+      yield from time_bag(name, shape, limits, sweep=sweep, interpret=interpret)
+
+  record_cases(folder, {"only": only, "sweep": sweep, "cases": list(chosen)}, cases(), table)
 
 
 def main(argv: list[str]) -> None:
@@ -151,10 +149,7 @@ def main(argv: list[str]) -> None:
     raise UserError(f"bench_kernels measures kernels for sm_90: {reason}; no times were taken")
   if not RECORD.value:
     raise UserError("--record is missing; name a new folder, such as --record=runs/bench_kernels")
-  try:
-    print(run_cases(RECORD.value, only=_ONLY.value, sweep=_SWEEP.value))
-  except FileExistsError as error:
-    raise UserError(str(error)) from None
+  run_cases(RECORD.value, only=_ONLY.value, sweep=_SWEEP.value)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 Timing = dict[str, float]
+RECORD_FILES = ("config.json", "env.json", "metrics.jsonl", "table.md")
 _SECONDS, _CALLS = 0.05, 4  # of a queue, at least
 
 
@@ -106,8 +107,9 @@ class Record:
 
   def __init__(self, folder: str | pathlib.Path, config: dict):
     self.folder = pathlib.Path(folder)
-    if (self.folder / "metrics.jsonl").exists():
-      raise FileExistsError(f"{self.folder} already holds a record; name another folder, records are not overwritten")
+    held = [name for name in RECORD_FILES if (self.folder / name).exists()]
+    if held not in ([], ["config.json", "env.json"]):  # these two are of a run that died before its first case
+      raise FileExistsError(f"{self.folder} already holds {held[0]}; name another folder, records are not overwritten")
     self.folder.mkdir(parents=True, exist_ok=True)
     for name, content in (("config.json", config), ("env.json", environment())):
       (self.folder / name).write_text(json.dumps(content, indent=2) + "\n")

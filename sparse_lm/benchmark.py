@@ -46,7 +46,7 @@ def record_cases(folder: str, asked: Json, cases: Iterable[Json], table: Callabl
     table: Markdown of all of them.
 
   Raises:
-    UserError: the folder holds a record, or cannot be written; nothing is measured then.
+    UserError: the folder holds a file of a record, or cannot be written; nothing is measured then.
   """
   try:
     record = bench.Record(folder, asked)

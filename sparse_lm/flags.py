@@ -34,6 +34,12 @@ EXIT_BROKEN_PIPE = 141  # as a shell reports it
 EXIT_INTERRUPTED = 130  # what a shell reports of a program that Ctrl-C ended
 _NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+_SAVES_MEMORY = {  # by a field of the configs that it is for
+  "model.remat": "raise training.accumulation_steps or set model.remat",
+  "parallel.fsdp": "share the weights over more devices with parallel.fsdp",
+  "data.longest": "lower data.longest",
+  "model.recompute": "set model.recompute (gem alone)",
+}
 
 
 class Config(Protocol):
@@ -164,7 +170,10 @@ def _ask_file[T](flag: str, path: str, function: str, kind: type[T] | tuple[type
   if not os.path.isfile(filename):
     raise UserError(f"{flag}={path}: {_why_no_file(pathlib.Path(filename))}")
   try:
-    value = runpy.run_path(filename)[function](*argument)
+    ask = runpy.run_path(filename)[function]
+    if argument and not inspect.signature(ask).parameters:
+      raise UserError(f"its {function}() takes no name after a colon; write {flag}={filename}")
+    value = ask(*argument)
   except (Exception, SystemExit) as error:  # such a file is a program and can fail in any way
     raise UserError(f"{flag}={path}: {_failure_of_file(error, filename, function)}") from error
   if not isinstance(value, kind):
@@ -219,11 +228,10 @@ def _errors_in_one_line() -> Iterator[None]:
   except (MemoryError, RuntimeError) as error:
     if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):  # so JAX says it
       raise
-    _leave(
-      f"out of memory ({first_line(error)}); make the batch or the model smaller, or, of a language model, raise"
-      " training.accumulation_steps, set model.remat, or share the weights over more devices with parallel.fsdp",
-      EXIT_USER_ERROR,
-    )
+    # Not accumulation_steps by its own name: every config has it, only a language model takes more than 1.
+    advice = [text for field, text in _SAVES_MEMORY.items() if f"config.{field}" in flags.FLAGS]
+    what_to_do = ", or ".join(["make the batch or the model smaller", *advice])
+    _leave(f"out of memory ({first_line(error)}); {what_to_do}", EXIT_USER_ERROR)
   except BrokenPipeError:  # the reader of our output has left (`| head`)
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     raise SystemExit(EXIT_BROKEN_PIPE) from None
@@ -244,9 +252,9 @@ def _parse_flags(argv: list[str], flag_values: flags.FlagValues = flags.FLAGS) -
   try:
     rest = flag_values(argv)
     for name in flag_values:
-      value = flag_values[name].value
-      if isinstance(value, float) and math.isnan(value) and not name.startswith("config."):  # it passes every bound
-        raise UserError(f"--{name}=nan is no number; give one, or leave the flag out")
+      value = flag_values[name].value  # absl's bounds let NaN through, and infinity where there is none above
+      if isinstance(value, float) and not math.isfinite(value) and not name.startswith("config."):
+        raise UserError(f"--{name}={value} is no finite number; give one, or leave the flag out")
     return rest
   except SystemExit:
     raise SystemExit(0) from None  # --help was asked for and given; absl would leave with 1

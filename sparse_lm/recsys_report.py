@@ -1,7 +1,6 @@
 """Runs of recommenders side by side, several seeds a model: a table, and what it is compared with."""
 
 import functools
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -11,13 +10,14 @@ from typing import Any
 import numpy as np
 
 from pallas_kernels import bench
-from sparse_lm import config_io
+from sparse_lm import config_io, report
 from sparse_lm.data.recsys import Parts
 from sparse_lm.errors import UserError
 from sparse_lm.evaluation.biases import bias_logits
 from sparse_lm.evaluation.prediction import PredictionSums, grouped_auc
 from sparse_lm.recsys_config import MODEL_KINDS
 from sparse_lm.report import RunRecord
+from sparse_lm.training import recorder
 
 Json = dict[str, Any]
 _FLOORS = "floors.json"
@@ -48,12 +48,12 @@ def scores(logits_N: np.ndarray, labels_N: np.ndarray, user_N: np.ndarray) -> Js
 
 def write_floors(found: Mapping[str, Json], folder: Path) -> None:
   """Beside the runs, for `read_floors`."""
-  (folder / _FLOORS).write_text(json.dumps(found, indent=2) + "\n")
+  recorder.write_json(folder / _FLOORS, recorder.finite_json(found))
 
 
 def read_floors(folder: Path) -> dict[str, Json]:
   """Those that were written beside the runs."""
-  return json.loads((folder / _FLOORS).read_text())
+  return report.with_numbers(recorder.read_json(folder / _FLOORS))
 
 
 def by_model(runs: Mapping[str, RunRecord]) -> dict[str, list[RunRecord]]:
@@ -67,13 +67,11 @@ def by_model(runs: Mapping[str, RunRecord]) -> dict[str, list[RunRecord]]:
   groups: list[list[RunRecord]] = []
   for name, run in runs.items():
     if not run.finished or "test_ne" not in run.last:
-      raise UserError(f"run {name!r} is at step {run.last['step']} of {run.steps} or has no test; finish it first")
-    for metric in (f"test_{metric}" for metric in _METRICS if metric != "gauc"):  # no user may have both labels
-      value = run.last.get(metric)
-      if not isinstance(value, int | float) or not math.isfinite(value):
-        raise UserError(
-          f"run {name!r}: {metric} of its last step is {value}, which is no number; evaluate more, or run it again"
-        )
+      raise UserError(
+        f"run {name!r} is at step {run.last['step']} of {run.steps} or has no test; finish it first, or restore its"
+        " metrics.jsonl if that has lost its last line"
+      )
+    _require_scores(name, run.last)
     same = next((group for group in groups if _but_seed(group[0]) == _but_seed(run)), None)
     if same is None:
       groups.append([run])
@@ -86,6 +84,24 @@ def by_model(runs: Mapping[str, RunRecord]) -> dict[str, list[RunRecord]]:
   return named
 
 
+def _require_scores(name: str, last: Json) -> None:
+  """Raises UserError if a run's last step lacks what the table and the plots show."""
+  for metric in (f"test_{metric}" for metric in _METRICS):
+    value = last.get(metric)
+    is_number = isinstance(value, int | float) and (math.isfinite(value) or metric == "test_gauc")  # NaN: of no user
+    if not is_number:
+      raise UserError(
+        f"run {name!r}: {metric} of the last step in its metrics.jsonl is {value!r}, which is no number; restore the"
+        " file if it is damaged, or run it again, judged by more events"
+      )
+  for metric in ("test_mean_predicted", "test_mean_observed"):
+    if not isinstance(last.get(metric), list):
+      raise UserError(
+        f"run {name!r}: {metric} of the last step in its metrics.jsonl is {last.get(metric)!r}, which is no list;"
+        " restore the file, or run it again"
+      )
+
+
 def _but_seed(run: RunRecord) -> Json:
   return run.config | {"seed": None}
 
@@ -96,16 +112,17 @@ def _names(kind: str, runs: Sequence[RunRecord]) -> list[str]:
     return [kind for _ in runs]
   first = _but_seed(runs[0])
   fields = sorted({name for run in runs for name, _, _ in config_io.differences(first, _but_seed(run))})
-  value = lambda run, field: functools.reduce(lambda section, name: section[name], field.split("."), run.config)
+  inside = lambda section, name: section.get(name, config_io.ABSENT) if isinstance(section, dict) else section
+  value = lambda run, field: functools.reduce(inside, field.split("."), run.config)
   return [f"{kind}, " + ", ".join(f"{field}={value(run, field)}" for field in fields) for run in runs]
 
 
 def markdown_table(models: Mapping[str, Sequence[RunRecord]], floors: Mapping[str, Json]) -> str:
   """Test metrics, a row a floor and a row a model: mean and 95 % interval over its seeds."""
   header = ["model", "seeds", "steps", *_METRICS.values()]
-  rows = [[name, "-", "-", *(f"{found[metric]:.4f}" for metric in _METRICS)] for name, found in floors.items()]
+  rows = [[name, "-", "-", *(interval([found[metric]]) for metric in _METRICS)] for name, found in floors.items()]
   for kind, runs in models.items():
-    values = ([run.last.get(f"test_{metric}", math.nan) for run in runs] for metric in _METRICS)
+    values = ([run.last[f"test_{metric}"] for run in runs] for metric in _METRICS)
     rows.append([kind, str(len(runs)), str(runs[0].steps), *map(interval, values)])
   return bench.markdown_table(header, rows)
 

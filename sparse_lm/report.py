@@ -52,8 +52,8 @@ def read_run(folder: Path) -> RunRecord:
   return RunRecord(
     config=recorder.read_json(folder / "config.json"),
     env=recorder.read_json(folder / "env.json"),
-    metrics=[_with_numbers(entry) for entry in metrics],
-    evaluations={name: _with_numbers(recorder.read_json(path)) for name, path in files.items() if path.exists()},
+    metrics=[with_numbers(entry) for entry in metrics],
+    evaluations={name: with_numbers(recorder.read_json(path)) for name, path in files.items() if path.exists()},
   )
 
 
@@ -102,10 +102,10 @@ def markdown_table(runs: Mapping[str, RunRecord], baseline: str, *, with_speed: 
   return bench.markdown_table(header, rows)
 
 
-def _with_numbers(value: Any) -> Any:
+def with_numbers(value: Any) -> Any:
   """Turns back into numbers what JSON has none for and the recorder writes as text."""
   if isinstance(value, dict):
-    return {key: _with_numbers(v) for key, v in value.items()}
+    return {key: with_numbers(v) for key, v in value.items()}
   if isinstance(value, list):
-    return [_with_numbers(v) for v in value]
+    return [with_numbers(v) for v in value]
   return float(value) if isinstance(value, str) and value.lower() in ("nan", "inf", "-inf") else value

@@ -109,7 +109,7 @@ def test_wrong_calls_are_refused(tmp_path):
     "--log_scale=0": ["--record=x", "--log_scale=0"],
     "--median_length=0.5": ["--record=x", "--median_length=0.5"],
     "--longest=0": ["--record=x", "--longest=0"],
-    "--median_length=nan is no number": ["--record=x", "--median_length=nan"],
+    "--median_length=nan is no finite number": ["--record=x", "--median_length=nan"],
     f"--record={tmp_path}/file: File exists; name a folder": [f"--record={tmp_path}/file"],
     f"--record={tmp_path}/file/x: Not a directory; name a folder": [f"--record={tmp_path}/file/x"],
   }

@@ -236,7 +236,8 @@ def test_a_missing_config_flag_is_named():
     ("configs/lm", "this is a folder, not a Python file"),
     ("configs/lm/paper.py", "defines no get_config()"),
     ("Makefile", "line 2: SyntaxError: invalid syntax"),
-    ("configs/lm/tiny.py:x", "TypeError: get_config() takes 0 positional arguments but 1 was given"),
+    ("configs/lm/tiny.py:x", "its get_config() takes no name after a colon; write --config=configs/lm/tiny.py"),
+    ("configs/lm/tiny.py:", "its get_config() takes no name after a colon; write --config=configs/lm/tiny.py"),
   ],
 )
 def test_a_path_that_is_no_config_file_is_refused(path, said):
@@ -430,6 +431,47 @@ def program(tmp_path):
 def test_a_program_exits_with_one_line_and_the_code_of_its_error(program, body, code, said):
   result = program(body)
   assert (result.returncode, result.stderr) == (code, said)
+
+
+@pytest.mark.parametrize(
+  ("config_class", "advice"),
+  [
+    (
+      "LmConfig",
+      ", or raise training.accumulation_steps or set model.remat, or share the weights over more devices with"
+      " parallel.fsdp",
+    ),
+    ("RecsysConfig", ", or lower data.longest, or set model.recompute (gem alone)"),
+    ("NextItemConfig", ", or lower data.longest"),
+    (None, ""),
+  ],
+)
+def test_out_of_memory_is_answered_with_fields_that_the_config_has(program, tmp_path, config_class, advice):
+  text = """
+    from sparse_lm.config import LmConfig
+    from sparse_lm.flags import run, run_with_config
+    from sparse_lm.next_item_config import NextItemConfig
+    from sparse_lm.recsys_config import RecsysConfig
+
+    get_config = {body}
+    def main(config): raise RuntimeError("RESOURCE_EXHAUSTED: 3 GiB")
+    if __name__ == "__main__":
+      run(main) if {body} is None else run_with_config(main, {body}, builds_models=False)
+  """
+  arguments = [] if config_class is None else [f"--config={tmp_path}/program.py"]
+  result = program(config_class, program_text=text, arguments=arguments)
+  assert (result.returncode, result.stderr) == (
+    errors.EXIT_USER_ERROR,
+    f"error: out of memory (RESOURCE_EXHAUSTED: 3 GiB); make the batch or the model smaller{advice}\n",
+  )
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e999"])
+def test_a_flag_of_a_program_takes_finite_numbers_alone(value):
+  values = flags.FlagValues()
+  flags.DEFINE_float("rate", 1.0, "a number without bounds", flag_values=values)
+  said = message(parse_config, ["program", f"--config={TINY}", f"--rate={value}"], LmConfig, None, values)
+  assert said == f"--rate={float(value)} is no finite number; give one, or leave the flag out"
 
 
 def test_a_program_without_a_config_gets_the_arguments_that_are_no_flags(program):

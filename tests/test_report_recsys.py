@@ -1,6 +1,7 @@
 """Recommenders side by side: seeds of one model, intervals, floors, and what is refused."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -9,11 +10,19 @@ from program import answers
 from configs.recsys.next_item import beside
 from sparse_lm import config_io, recsys_report, report
 from sparse_lm.errors import UserError
+from sparse_lm.flags import load_config
 from sparse_lm.recsys_config import InteractionsConfig, RecsysConfig
 from sparse_lm.report import RunRecord
 from sparse_lm.training.recommender import train
 
-METRICS = {"test_ne": 0.9, "test_auc": 0.7, "test_gauc": 0.6, "test_calibration": 1.0}
+METRICS = {
+  "test_ne": 0.9,
+  "test_auc": 0.7,
+  "test_gauc": 0.6,
+  "test_calibration": 1.0,
+  "test_mean_predicted": [0.4, 0.6],
+  "test_mean_observed": [0.3, 0.7],
+}
 
 
 def run_of(kind, seed=0, step=10, **last):
@@ -46,7 +55,8 @@ def test_runs_that_differ_in_the_seed_alone_are_one_model_and_models_have_an_ord
   "other", [run_of("gem", 1, step=5), dataclasses.replace(run_of("gem", 1), metrics=[{"step": 10}])]
 )
 def test_unfinished_runs_and_runs_without_a_test_are_refused(other):
-  with pytest.raises(UserError, match=r"run 'b' is at step \d+ of 10 or has no test"):
+  said = r"run 'b' is at step \d+ of 10 or has no test; finish it first, or restore its metrics.jsonl if that has lost"
+  with pytest.raises(UserError, match=said):
     recsys_report.by_model({"a": run_of("gem"), "b": other})
 
 
@@ -59,10 +69,50 @@ def test_models_of_a_kind_are_named_by_the_fields_in_which_they_differ():
   assert [len(group) for group in groups.values()] == [1, 1, 2]
 
 
-@pytest.mark.parametrize("lost", [float("nan"), None, "0.9"])
-def test_a_run_that_has_lost_a_metric_is_named(lost):
-  with pytest.raises(UserError, match=r"run 'a': test_ne of its last step is .*run it again"):
-    recsys_report.by_model({"a": run_of("gem", test_ne=lost)})
+@pytest.mark.parametrize(
+  ("metric", "lost"),
+  [
+    ("test_ne", float("nan")),
+    ("test_ne", None),
+    ("test_calibration", float("inf")),
+    ("test_auc", "0.9"),
+    ("test_gauc", None),
+    ("test_mean_predicted", None),
+    ("test_mean_observed", 0.5),
+  ],
+)
+def test_a_run_that_has_lost_a_metric_is_named(metric, lost):
+  said = rf"^run 'a': {metric} of the last step in its metrics.jsonl is {lost!r}, which is no .*, or run it again"
+  with pytest.raises(UserError, match=said):
+    recsys_report.by_model({"a": run_of("gem", **{metric: lost})})
+
+
+def test_students_of_one_config_file_are_named_by_their_distillation():
+  students = {role: load_config(f"configs/recsys/distill.py:{role}", RecsysConfig) for role in ("alone", "adapter")}
+  runs = {
+    role: dataclasses.replace(run_of("dlrm", step=config.training.steps), config=config_io.to_dict(config))
+    for role, config in students.items()
+  }
+  assert list(recsys_report.by_model(runs)) == [
+    "dlrm, distillation.adapter=False, distillation.teacher=None",
+    "dlrm, distillation.adapter=True, distillation.teacher=runs/distill/teacher",
+  ]
+
+
+def test_a_field_that_older_runs_did_not_have_is_absent_in_their_name():
+  older = run_of("gem")
+  del older.config["model"]["comp_skip"]
+  names = list(recsys_report.by_model({"older": older, "newer": run_of("gem")}))
+  assert names == ["gem, model.comp_skip=(absent)", "gem, model.comp_skip=False"]
+
+
+def test_a_floor_may_have_no_auc_within_users(tmp_path):
+  found = {"floor": {"ne": 0.95, "auc": 0.65, "gauc": float("nan"), "calibration": 1.1}}
+  recsys_report.write_floors(found, tmp_path)
+  text = (tmp_path / "floors.json").read_text()
+  json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+  table = recsys_report.markdown_table({}, recsys_report.read_floors(tmp_path))
+  assert table.splitlines()[-1] == "| floor | - | - | 0.9500 | 0.6500 | - | 1.1000 |"
 
 
 def test_auc_within_users_may_be_of_no_user():

@@ -80,6 +80,13 @@ class RecommenderTask(InteractionTask):
     self.train, self.validation, self.test, self.logit_N = parts
     self.units_per_step = config.training.batch_size
     self.validates = len(self.validation) + len(self.test) > 0
+    for part, samples in (("validation", self.validation), ("test", self.test)):
+      labels_N = samples.labels[self._judged(samples)]
+      if len(labels_N) and labels_N.min() == labels_N.max():  # of all samples, `open_samples` refuses it
+        raise UserError(
+          f"training.eval_batches={config.training.eval_batches} judges {len(labels_N):,} of {len(samples):,} {part}"
+          f" events, which all have the label {labels_N[0]:g}: NE and AUC would be undefined; raise it"
+        )
     events = [samples.events_N for samples in (self.train, self.validation, self.test)]
     self.identity = {"dataset": dataset_fingerprint(self.train, events), "teacher": None}
     if teacher is not None:
@@ -122,13 +129,14 @@ class RecommenderTask(InteractionTask):
         " set distillation.teacher back, or give another --workdir"
       )
 
+  def _judged(self, samples: Samples) -> np.ndarray:
+    """Events of all samples, or of the first `training.eval_batches` batches of them."""
+    batches = self.config.training.eval_batches
+    return samples.events_N[: None if batches is None else batches * samples.batch_size]
+
   def _judge(self, state: RecsysState, samples: Samples) -> Json:
-    """Over all samples, or the first `training.eval_batches` batches of them."""
-    training, number = self.config.training, len(samples)
-    if training.eval_batches is not None:
-      number = min(number, training.eval_batches * samples.batch_size)
-    logits_N = predict(state.model, state.tables, samples, number, recipe=self.config.precision.recipe)
-    events_N = samples.events_N[:number]
+    events_N = self._judged(samples)
+    logits_N = predict(state.model, state.tables, samples, len(events_N), recipe=self.config.precision.recipe)
     labels_N = samples.labels[events_N]
     if not np.isfinite(logits_N).all():
       return {"loss": float("nan")}  # for which the loop stops

@@ -144,9 +144,9 @@ class MetricsWriter:
       self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=first_step + 1)
 
   def write(self, entry: Json) -> None:
-    """Writes one object; NaN and infinities become strings, since JSON has no numbers for them."""
+    """Writes one object, as `finite_json`."""
     try:
-      self._file.write(json.dumps(_finite_json(entry), allow_nan=False) + "\n")
+      self._file.write(json.dumps(finite_json(entry), allow_nan=False) + "\n")
       self._file.flush()
     except OSError as error:
       raise SaveError(
@@ -164,9 +164,10 @@ class MetricsWriter:
       self._board.close()
 
 
-def _finite_json(value: Any) -> Any:
+def finite_json(value: Any) -> Any:
+  """Turns NaN and infinities into text, for which JSON has no numbers; back: `report.with_numbers`."""
   if isinstance(value, dict):
-    return {key: _finite_json(v) for key, v in value.items()}
+    return {key: finite_json(v) for key, v in value.items()}
   if isinstance(value, list):
-    return [_finite_json(v) for v in value]
+    return [finite_json(v) for v in value]
   return str(value) if isinstance(value, float) and not math.isfinite(value) else value

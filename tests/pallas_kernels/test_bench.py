@@ -23,20 +23,55 @@ def rehearsal(monkeypatch):
   monkeypatch.setattr(bench, "device_time", lambda function, *args: timing)
 
 
-def test_a_run_leaves_a_record_and_its_table(tmp_path, rehearsal):
-  text = bench_kernels.run_cases(str(tmp_path / "record"), interpret=True)
+def test_a_run_leaves_a_record_and_its_table(tmp_path, rehearsal, capsys):
+  bench_kernels.run_cases(str(tmp_path / "record"), interpret=True)
   assert {p.name for p in (tmp_path / "record").iterdir()} == {"config.json", "env.json", "metrics.jsonl", "table.md"}
   (case,) = bench.load_cases(tmp_path / "record")
   assert case["relative_error"] < 1e-5
   assert json.loads((tmp_path / "record" / "env.json").read_text())["device"]["kind"]
-  assert text == (tmp_path / "record" / "table.md").read_text() == bench_kernels.table([case])
+  text = (tmp_path / "record" / "table.md").read_text()
+  assert text == bench_kernels.table([case])
+  assert capsys.readouterr().out == f"{text}\n"
 
 
 def test_a_record_is_not_overwritten(tmp_path):
   bench.Record(tmp_path, {}).add({"name": "first"})
-  with pytest.raises(FileExistsError, match="already holds a record; name another folder"):
+  with pytest.raises(FileExistsError, match=r"already holds config\.json; name another folder"):
     bench.Record(tmp_path, {})
   assert bench.load_cases(tmp_path) == [{"name": "first"}]
+
+
+@pytest.mark.parametrize("name", bench.RECORD_FILES)
+def test_a_file_of_something_else_is_not_overwritten(tmp_path, name):
+  (tmp_path / name).write_text("of a model, say")
+  with pytest.raises(FileExistsError, match=f"already holds {re.escape(name)}; name another folder"):
+    bench.Record(tmp_path, {})
+  assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "of a model, say")]
+
+
+def test_a_record_without_a_case_is_begun_anew(tmp_path):
+  bench.Record(tmp_path, {"calls": 1})
+  bench.Record(tmp_path, {"calls": 2})
+  assert json.loads((tmp_path / "config.json").read_text()) == {"calls": 2}
+
+
+@pytest.mark.parametrize(
+  ("folder", "why"),
+  [
+    ("file", "File exists; name a folder that can be written"),
+    ("file/record", "Not a directory; name a folder that can be written"),
+    ("held", "{}/held already holds config.json; name another folder, records are not overwritten"),
+  ],
+)
+def test_a_folder_that_cannot_be_used_is_refused_before_anything_is_measured(tmp_path, monkeypatch, folder, why):
+  monkeypatch.setattr(bench, "ceilings", lambda: pytest.fail("measured"))
+  (tmp_path / "file").write_text("kept")
+  (tmp_path / "held").mkdir()
+  (tmp_path / "held" / "config.json").write_text("kept")
+  with pytest.raises(UserError) as caught:
+    bench_kernels.run_cases(str(tmp_path / folder))
+  assert str(caught.value) == f"--record={tmp_path / folder}: {why.format(tmp_path)}"
+  assert (tmp_path / "file").read_text() == (tmp_path / "held" / "config.json").read_text() == "kept"
 
 
 def test_a_name_that_matches_nothing_is_refused(tmp_path):

@@ -76,6 +76,20 @@ def test_a_model_that_has_become_nan_in_its_last_step_is_no_success(config, tmp_
     train(config_io.overlay(config, rates | {"training.steps": 1, "model.kind": "dlrm"}), tmp_path)
 
 
+@pytest.mark.parametrize(("part", "other"), [("validation", "test"), ("test", "validation")])
+def test_an_evaluation_that_would_see_one_label_alone_is_refused_before_training(part, other, config, tmp_path):
+  config = config_io.overlay(config, {f"data.{other}_fraction": 0.0, "training.eval_batches": 1})
+  samples = getattr(open_samples(config, print), part)
+  labels_N = samples.labels[samples.events_N]
+  alike = int(np.argmax(labels_N != labels_N[0]))  # that many events, then one of the other label
+  too_few = config_io.overlay(config, {"training.batch_size": alike})
+  with pytest.raises(UserError, match=rf"^training\.eval_batches=1 judges {alike} of {len(samples)} {part} events, "):
+    train(too_few, tmp_path)
+  assert not (tmp_path / "metrics.jsonl").exists()
+  enough = config_io.overlay(config, {"training.batch_size": alike + 1, "training.steps": 3})
+  assert np.isfinite(train(enough, tmp_path)[f"{part}_ne"])
+
+
 def test_a_teacher_that_is_certain_has_an_ne_too(config, tmp_path):
   """A single item of one category: with a long history the click's probability rounds to 1."""
   last = train(config_io.overlay(config, {"data.synthetic_items": 1, "data.synthetic_users": 100}), tmp_path)
